@@ -31,7 +31,7 @@ class TrainingError(RuntimeError):
 
 @dataclass(frozen=True)
 class Run:
-    """A run: a run file with settings over it, and the folder that it is kept in.
+    """A run: a run file, settings that override its values, and the folder of the run's output.
 
     Runs are values: `set` returns another one. Nothing is read before a method needs it, so a faulty file is found by `check`.
     """
@@ -40,16 +40,16 @@ class Run:
 
     @classmethod
     def load(cls, file: str | Path, *, run_dir: str | Path | None = None) -> "Run":
-        """Return the run that a file describes. `run_dir`: the folder it is kept in (default: runs/NAME)."""
+        """Return the run that a file describes. `run_dir`: the run's folder (default: runs/NAME)."""
         return cls(RunRequest(Path(file), (), Path(run_dir) if run_dir is not None else None))
 
     @classmethod
     def open(cls, run_dir: str | Path) -> "Run":
-        """Return the run that a run folder holds. Raises FileNotFoundError for a folder without one."""
+        """Return the run that a run folder holds. Raises FileNotFoundError for a folder without a run."""
         return cls(RunRequest.in_folder(Path(run_dir)))
 
     def set(self, values: Mapping[str, Any] | None = None, /, **tables: Mapping[str, Any]) -> "Run":
-        """Return the run with other values, by their keys: `run.set({"train.steps": 100})` or `run.set(train={"steps": 100})`."""
+        """Return the run with these keys set to other values: `run.set({"train.steps": 100})` or `run.set(train={"steps": 100})`."""
         from megalith.spec.toml import literal
 
         given = {**(values or {}), **{f"{table}.{key}": value for table, keys in tables.items() for key, value in keys.items()}}
@@ -57,11 +57,11 @@ class Run:
         return replace(self, request=replace(self.request, overrides=(*self.request.overrides, *settings)))
 
     def in_folder(self, run_dir: str | Path) -> "Run":
-        """Return the run, kept in another folder."""
+        """Return the same run with another folder."""
         return replace(self, request=replace(self.request, run_dir=Path(run_dir)))
 
     def with_plan(self, plan: "Plan") -> "Run":
-        """Return the run, split by another plan: one that `plan` found, perhaps."""
+        """Return the run with another plan, such as one that `plan` found."""
         return self.set(plan={name: value for name, value in plan.model_dump(mode="json").items() if name != "state"})
 
     @property
@@ -74,13 +74,12 @@ class Run:
 
     @property
     def run_dir(self) -> Path:
-        """The folder that the run is kept in."""
+        """The run's folder."""
         return self.request.run_dir or self.request.folder(self.spec)
 
     def check(self, *, ranks: int | None = None, here: bool = False) -> "list[Problem]":
-        """Return everything that is wrong with the run, or unwise: errors first, then advice. `ranks`: the number of ranks to
-        start.
-        `here`: also report what this machine lacks, as errors."""
+        """Return everything in the run that is wrong or unwise: errors first, then advice. `ranks`: the number of ranks to start. `here`:
+        also report what this machine lacks, as errors."""
         from megalith.commands.shared import runs
         from megalith.spec.problem import SpecErrors
 
@@ -112,9 +111,9 @@ class Run:
         """Train the run, or resume it from its newest checkpoint, and return a summary.
 
         Starts the ranks of this machine and waits for them; under torchrun or srun this process is one of the ranks. `on_event` gets each
-        event soon after it is logged, in this process. An exception in it does not end the training: it is raised after the end.
-        `show`:
-        print progress. `profile` = "A:B" traces steps A to B - 1. Call it from the main thread, which takes SIGINT and SIGTERM.
+        event soon after it is logged, in this process. An exception in `on_event` does not end the training: it is raised afterwards.
+        `show`: print progress. `profile` = "A:B" traces steps A to B - 1. Call `train` from the main thread, because it handles SIGINT and
+        SIGTERM.
 
         Raises SpecErrors before anything starts, InUseError if another process owns the folder, TrainingError if the run did not finish.
         """
@@ -139,7 +138,8 @@ class Run:
         return self.train(on_event, show=show)
 
     def events(self) -> "Iterator[Event]":
-        """Yield the run's events in the order of their writing, each as a value of its type (`megalith.events`); also while it trains."""
+        """Yield the run's events in the order in which they were logged, each as a value of its class in `megalith.events`; also during
+        training."""
         from megalith import events
 
         return iter(events.read(self.run_dir))
@@ -169,7 +169,8 @@ class Run:
         own: Sequence[str] = (),
     ) -> str:
         """Return what the trained model writes after `prompt`; temperature 0 takes the likeliest token each time. `own`: names of the own
-        parts of the model, such as "mine:BILINEAR", which are imported first. Raises OwnPartError for a model with others."""
+        parts of the model, such as "mine:BILINEAR", which are imported first. Raises OwnPartError if the model has own parts that are not
+        named."""
         from megalith.commands.shared.arguments import admit_parts
         from megalith.train.generate import generate
 
@@ -181,8 +182,7 @@ class Run:
     def evaluate(
         self, texts: str | Sequence[str], *, step: int | None = None, seq_len: int | None = None, own: Sequence[str] = ()
     ) -> "Score":
-        """Return the trained model's loss on a text, or on several texts, each a document of its own. `own`: as for
-        `generate`."""
+        """Return the trained model's loss on one text or several; each text is a separate document. `own`: as for `generate`."""
         from megalith.commands.shared.arguments import admit_parts
         from megalith.train.evaluate import evaluate
 

@@ -77,17 +77,18 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
     "data verify": data.verify,
     "tokenizer train": tokenizer.train,
 }
-"""Command as typed -> a function with typer's annotations. Its docstring is the help, its result the exit status (None: 0)."""
+"""Command as typed -> a function with typer's annotations. The docstring is the command's help; the return value is the exit status (None:
+0)."""
 
 GROUPS = {
-    "advise": "Measure which settings suit a run, on its own state.",
+    "advise": "Measure which settings suit a run, starting from its checkpoints.",
     "data": "Prepare text for training, and inspect prepared data.",
     "tokenizer": "Make tokenizers.",
 }
 """A first word that several commands share -> its help."""
 
 LONG = frozenset({"train", "resume", "replay", "agent", "campaign", "quickstart", "advise batch"})
-"""Commands that continue after their output is closed. Others end then, as programs in a pipe do."""
+"""Commands that continue after their output is closed. Other commands end when their output is closed, as programs in a pipe do."""
 
 VERBS = {
     "run": "train",
@@ -147,9 +148,8 @@ class Command(TyperCommand):
 
 
 def _setting(option: str, *, clusters: bool) -> str | None:
-    """Return the setting of a run file that a word such as "--steps" stands for, as a sentence; None if it stands for no key.
-    `clusters`: the
-    command takes a cluster, whose name holds the number of devices."""
+    """Return advice that names the key of a run file for an unknown option such as "--steps"; None if no key matches. `clusters`: the
+    command has --cluster NAME:DEVICES, which gives the number of devices."""
     from megalith.spec.foreign_names import RANKS, meaning  # specifications take 0.2 s to import
     from megalith.spec.validate import keys_named
 

@@ -1,4 +1,4 @@
-"""Handling of disks that are full and stores that are away: a run's own notes must not end it."""
+"""Handling of disks that are full and stores that are unavailable: a run must not fail because it cannot write its logs."""
 
 import contextlib
 import errno
@@ -26,25 +26,24 @@ UNAVAILABLE = frozenset(
         errno.EHOSTDOWN,
     }
 )
-"""Errors of storage: a full disk or quota, a file system that fails, or one whose server does not answer."""
+"""Errors of storage: a full disk or quota, a failing file system, or a file server that does not answer."""
 
 AWAY = UNAVAILABLE | {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM}
-"""Errors of a path that was used before. It may come back, so a missing or forbidden path does not mean that its name is
-wrong."""
+"""Errors that mean a path is away, if it was used before: it may come back, so "missing" or "forbidden" does not mean a wrong name."""
 
 
 def is_unavailable(error: BaseException) -> bool:
-    """True if the error is due to storage that is full or unavailable, not to the program. It may pass."""
+    """True if the error is due to storage that is full or unavailable, perhaps temporarily, and not to the program."""
     return isinstance(error, OSError) and error.errno in UNAVAILABLE
 
 
 def is_away(error: BaseException) -> bool:
-    """True if a path that was used before cannot be used now, for a reason that may pass."""
+    """True if the error means that a path which was used before is perhaps only temporarily unavailable."""
     return isinstance(error, OSError) and error.errno in AWAY
 
 
 def leads_to(path: Path, inode: int) -> bool:
-    """True if a path is that of a file which was opened before. If this is unknown, True."""
+    """True if a path still leads to the file with this inode, or if that cannot be determined."""
     try:
         return path.stat().st_ino == inode
     except OSError as error:
@@ -52,8 +51,8 @@ def leads_to(path: Path, inode: int) -> bool:
 
 
 class Place:
-    """A folder as it was first used. It is away if it existed and is gone, or if its file system is no longer mounted: the bare
-    mount point is another folder, in which nothing must be written. `existed`: it is known to have existed before."""
+    """A folder that may become unavailable ("away"). It is away if it existed and is gone, or if its file system is no longer mounted:
+    nothing must be written to the bare mount point. `existed`: the folder is known to have existed before."""
 
     def __init__(self, folder: Path, *, existed: bool = False) -> None:
         self.folder = folder.resolve()
@@ -62,7 +61,7 @@ class Place:
         self.away()
 
     def away(self) -> str:
-        """Why the folder cannot be used now; empty if it can."""
+        """The reason why the folder cannot be used now; empty if it can."""
         if self._mount is not None and not os.path.ismount(self._mount):
             return f"nothing is mounted at {self._mount}"
         try:
@@ -74,13 +73,13 @@ class Place:
         return ""
 
     def make(self, folder: Path) -> None:
-        """Make a folder in this one, which is made too unless it ever existed. Raises OSError."""
+        """Make a folder in this one. If this one never existed, it is made too. Raises OSError."""
         folder.mkdir(parents=not self._seen, exist_ok=True)
 
 
 def make_within(root: Path, folder: Path) -> None:
-    """Make a folder and those of its parents that lie below `root`. Raises FileNotFoundError if `root` is missing: it may be away, and
-    a folder made in its place would hide it."""
+    """Make a folder and its missing parents below `root`. Raises FileNotFoundError if `root` is missing: it may be unavailable, and a new
+    folder in its place would hide it."""
     for part in reversed(folder.relative_to(root).parents[:-1]):
         with contextlib.suppress(FileExistsError):
             (root / part).mkdir()
@@ -88,7 +87,7 @@ def make_within(root: Path, folder: Path) -> None:
 
 
 def bare_mount(path: Path, *, table: Path = Path("/etc/fstab")) -> Path | None:
-    """Return the mount point above a path at which nothing is mounted, though the table of file systems names it; None if there is none."""
+    """Return the unmounted mount point that a path lies under, if `table` lists one; else None."""
     try:
         fields = [line.split() for line in table.read_text(encoding="utf-8", errors="replace").splitlines()]
     except OSError:
@@ -100,19 +99,18 @@ def bare_mount(path: Path, *, table: Path = Path("/etc/fstab")) -> Path | None:
 
 def make_folder(folder: Path, *, asked: Path | None = None) -> None:
     """Make a folder and its parents if they are missing. Raises OSError that names the folder the user asked for, with the way out.
-
-    `asked` is that folder where it is not `folder` itself.
+    `asked`: the folder to name in the error (default: `folder`).
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        advice = f"this folder cannot be made ({error.strerror}): choose another, or one you may write to"
+        advice = f"this folder cannot be made ({error.strerror}): choose another folder that you may write to"
         raise type(error)(error.errno, advice, str(asked or folder)) from error
 
 
 def check_mounted(path: Path) -> None:
-    """Raise OSError if a path lies at or under a mount point without its file system: files written there would be hidden once it
-    is mounted, and a run would start over although it has checkpoints."""
+    """Raise OSError if a path lies at or under an unmounted mount point. Files written there would be hidden once the file system is
+    mounted, and the run would not find its earlier checkpoints."""
     if (mount := bare_mount(path)) is not None:
         why = f"nothing is mounted here, where /etc/fstab expects a file system, and {path} would lie under it"
         advice = f"{why}: mount it, or choose another folder"
@@ -120,8 +118,8 @@ def check_mounted(path: Path) -> None:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file atomically: neither readers nor other writers of the same file ever see half of it. An empty folder of this name
-    gives way. Raises IsADirectoryError for a folder that is not empty."""
+    """Write a file atomically: neither readers nor other writers ever see a partial file. An empty folder of this name is replaced.
+    Raises IsADirectoryError for a folder that is not empty."""
     part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         part.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -141,15 +139,14 @@ def remove_empty_folder(path: Path) -> None:
 
 
 def appending(path: Path) -> io.FileIO:
-    """Open a file to write at its end. An empty folder of this name gives way."""
+    """Open a file for appending. An empty folder of this name is replaced."""
     remove_empty_folder(path)
     return path.open("ab", buffering=0)
 
 
 def append(descriptor: int, line: bytes) -> None:
-    """Append a line to a file that is open for reading and appending. If an earlier writer died within a line, the torn part
-    becomes a separate line, which readers skip. Raises OSError if the line could not be written in full; the written part is then
-    removed."""
+    """Append a line to a file that is open for reading and appending. If an earlier writer died within a line, the torn part becomes a
+    separate line, which readers skip. If the line cannot be written in full, the written part is removed and OSError is raised."""
     size = os.fstat(descriptor).st_size
     whole = b"\n" * (size > 0 and os.pread(descriptor, 1, size - 1) != b"\n") + line
     written = os.write(descriptor, whole)
@@ -160,8 +157,8 @@ def append(descriptor: int, line: bytes) -> None:
 
 
 class Journal:
-    """Lines appended to a file which may be full, away, forbidden or deleted. Lines that cannot be written now wait; beyond
-    `most` lines the oldest is lost. No method raises an OSError.
+    """Appends lines to a file whose disk may be full or unavailable, or which may be deleted. Lines that cannot be written wait in memory;
+    beyond `most` lines the oldest is lost. No method raises an OSError.
 
     `renewed` gives the first lines for a file that was deleted, replaced or truncated since the last write. Its argument is True
     if this journal made the new file. `existed`: the file's folder is known to have existed.
@@ -179,12 +176,12 @@ class Journal:
         self._flush()
 
     def write(self, line: bytes) -> None:
-        """Append a line, with its line break: now or with a later one."""
+        """Append a line, which must end in a line break. If it cannot be written now, it is written before later lines."""
         self._waiting.append(line)
         self._flush()
 
     def _flush(self) -> None:
-        """Write what waits, as far as it can be written."""
+        """Write as many of the waiting lines as possible."""
         waited = len(self._waiting)
         try:
             file = self._open()
@@ -205,7 +202,7 @@ class Journal:
             print(f"{words}: {waited} line{'s' * (waited != 1)} had waited", file=sys.stderr, flush=True)
 
     def _open(self) -> int:
-        """Return the file; open it if it is not open yet, or if the folder now has another."""
+        """Return the file; open it if it is not open yet, or if another file is now at its path."""
         if self._file is not None and not self._is_replaced(self._file):
             return self._file
         if why := self._place.away():
@@ -225,8 +222,8 @@ class Journal:
         return file
 
     def _is_replaced(self, file: int) -> bool:
-        """True if the open file was deleted, replaced or truncated. While its folder is away that is unknown, and the file stays
-        open."""
+        """True if the open file was deleted, replaced or truncated. False while its folder is away, because this cannot be determined
+        then."""
         mine = os.fstat(file)
         try:
             there = self._path.stat()
@@ -251,7 +248,7 @@ class Journal:
 
 
 def lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a text file, each with its line break; a torn last line has none. Yield nothing if there is no file."""
+    """Yield the lines of a text file with their line breaks; an incomplete last line has none. Yield nothing if the file does not exist."""
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
@@ -259,7 +256,7 @@ def lines(path: Path) -> Iterator[str]:
 
 
 def parse(line: str) -> dict[str, Any] | None:
-    """Return the JSON object in a whole line; None for an incomplete line, or one that holds anything else."""
+    """Return the JSON object in a complete line; None for an incomplete line or other content."""
     if not line.endswith("\n"):
         return None
     try:
@@ -271,9 +268,8 @@ def parse(line: str) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def if_available(path: Path | None = None) -> Iterator[None]:
-    """Leave the block when a path that was used before cannot be used now, and continue without `path`, if one is given. The path
-    is
-    reported once, and again if it was usable in between. Raises any other OSError."""
+    """Leave the block, without an exception, on an OSError of a path that is away. `path` is then reported as unavailable: once, and again
+    if it was available in between. Raises any other OSError."""
     try:
         yield
         _UNAVAILABLE.discard(path)
@@ -289,15 +285,15 @@ _UNAVAILABLE: set[Path | None] = set()
 
 
 class Output(io.FileIO):
-    """A process's output to a pipe that may be closed, or to a disk that may be full or unavailable: the output is lost, but the
-    process continues. `lost` counts its bytes, `why` is the first reason."""
+    """A process's output to a pipe that may be closed, or to a disk that may be full or unavailable: the output is lost, but the process
+    continues. `lost` counts the lost bytes; `why` is the first reason."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "wb", closefd=False)
         self.lost, self.why = 0, ""
 
     def write(self, data: object) -> int:
-        """Bytes taken."""
+        """Write bytes; return the number that were written or lost."""
         size = memoryview(data).nbytes  # type: ignore[arg-type]
         try:
             return super().write(data) or 0  # type: ignore[arg-type]
@@ -307,5 +303,5 @@ class Output(io.FileIO):
 
 
 def text_output(output: Output, *, encoding: str = "utf-8", errors: str = "backslashreplace") -> io.TextIOWrapper:
-    """Such an output as text, written line by line."""
+    """Return a line-buffered text stream over an `Output`."""
     return io.TextIOWrapper(io.BufferedWriter(output), encoding=encoding, errors=errors, line_buffering=True)

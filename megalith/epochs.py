@@ -1,9 +1,9 @@
-"""File names for each owner of a run folder, so that nothing that an earlier owner may still write is ever read.
+"""Separate file names for each owner of a run folder, so that late writes of an earlier owner are never read.
 
-An owner that was suspended until another took its place may wake up and finish a write. So owners that may overlap have
-different epochs. Files of epoch 0 have the plain names, `events.jsonl` and `checkpoints/`; epoch 2 writes `events-2.jsonl` and
-`checkpoints-2/`. Readers use the file with the highest number. A new epoch starts from the previous one's content: files are
-copied, and folders are renamed atomically, so that no path of an earlier owner leads into them.
+A suspended owner may resume after another has taken its place, and finish a write. So owners that may overlap have different epochs. Files
+of epoch 0 have the plain names, `events.jsonl` and `checkpoints/`; epoch 2 writes `events-2.jsonl` and `checkpoints-2/`. Readers use the
+file of the highest epoch. A new epoch starts from the previous one's content: files are copied, and folders are renamed atomically, so that
+paths which an earlier owner holds become invalid.
 """
 
 import errno
@@ -13,32 +13,32 @@ import shutil
 from pathlib import Path
 
 VARIABLE = "MEGALITH_EPOCH"
-"""Environment variable with the owner's epoch; absent: 0."""
+"""Environment variable that holds the owner's epoch; 0 if it is not set."""
 
 COPIED = ("events.jsonl", "nodes.jsonl", "ranks/fleet.json")
 MOVED = ("checkpoints",)
 
 
 def name(file: str, epoch: int) -> str:
-    """Return the name that an epoch has for a file or folder, such as "events-2.jsonl"."""
+    """Return the name of a file or folder in an epoch, such as "events-2.jsonl"."""
     stem, dot, ending = file.partition(".")
     return f"{stem}-{epoch}{dot}{ending}" if epoch else file
 
 
 def newest(run_dir: Path, file: str) -> Path:
-    """Return the path of a file or folder under the name of the newest epoch that has it; epoch 0's if none has."""
+    """Return the path of a file or folder in the newest epoch that has it; if none has it, the path in epoch 0."""
     return run_dir / name(file, max(_there(run_dir, file), default=0))
 
 
 def last(run_dir: Path) -> int:
-    """Return the newest epoch of a run folder, as its files say."""
+    """Return the newest epoch of a run folder, judging by its file names."""
     return max((number for file in (*COPIED, *MOVED) for number in _there(run_dir, file)), default=0)
 
 
 def begin(run_dir: Path, epoch: int) -> None:
-    """Give an epoch the content of the previous one. If this process is killed meanwhile, its successor completes the work.
+    """Copy or move the previous epoch's content into a new one. If this process is killed meanwhile, its successor completes the work.
 
-    Raises OSError, naming the folder and a way out, where a folder cannot be renamed.
+    Raises OSError, with the folder and a way out, if a folder cannot be renamed.
     """
     for file in COPIED:
         _copy(run_dir, file, epoch)
@@ -84,7 +84,7 @@ def _move(run_dir: Path, folder: str, epoch: int) -> None:
             if error.errno not in (errno.EBUSY, errno.EXDEV):
                 raise
             reason = (
-                f"{error.strerror}: it must be renamed to {own.name}, so that its last owner no longer writes there. "
-                f"Replace it by a link to the folder"
+                f"{error.strerror}: this folder must be renamed to {own.name}, so that its last owner no longer writes there. "
+                f"Mount or move it elsewhere, and put a symbolic link in its place"
             )
             raise OSError(error.errno, reason, str(old)) from error

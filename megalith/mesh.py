@@ -1,14 +1,13 @@
-"""Rank <-> axes. Pure arithmetic, no torch: the trainer, the checker and the planner place ranks by the same rule.
+"""Ranks <-> positions on mesh axes. Pure arithmetic, no torch: the trainer, the checker and the planner place ranks by the same rule.
 
-The same ranks are seen three ways. **Work**: the share that a rank computes: its pipeline place, which samples (`data`), which
-part of a sequence (`context`), which part of each matrix product (`tensor`). **State**: which part of the dense weights,
-gradients and moments it keeps.
-**Experts**: the same for the experts' weights, which have a layout of their own. The work axes go from slowest to fastest
-varying: neighbouring
-ranks share the fastest links, and tensor parallelism needs them most; pipeline stages exchange least, so they sit furthest apart.
+There are three views of the ranks. **Work**: the share that a rank computes: its pipeline stages (`pipeline`), samples (`data`), part of a
+sequence (`context`), part of each matrix product (`tensor`). **State**: the part of the dense weights, gradients and moments that it keeps.
+**Experts**: the same for the experts' weights, which have a layout of their own. The work axes go from slowest to fastest varying.
+Neighbouring ranks share the fastest links, and tensor parallelism needs these most; pipeline stages exchange least, so they are furthest
+apart.
 
-A bidirectional pipeline (DualPipe) keeps two copies of each stage, on rank p and on its mirror rank P - 1 - p. For the state,
-such a pair counts as one place with twice as many data ranks: `side` tells the two apart.
+A bidirectional pipeline (DualPipe) keeps two copies of each stage, on rank p and on its mirror rank P - 1 - p. In the state view, such a
+pair is one place with twice as many data ranks; `side` distinguishes the two ranks.
 """
 
 from collections.abc import Mapping
@@ -24,7 +23,8 @@ EXPERTS = ("place", "dp_replicate", "dp_shard", "expert", "expert_tensor")
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of the axes. `sides` is 2 for a bidirectional pipeline; `replicate` whole copies of the state, or all if not `sharded`."""
+    """Sizes of the axes. `sides` is 2 for a bidirectional pipeline. `replicate`: number of whole copies of the state
+    if `sharded`; else each data rank has one."""
 
     pipeline: int = 1
     data: int = 1
@@ -68,14 +68,14 @@ class Mesh:
 
     @property
     def replica_shift(self) -> int:
-        """Distance, in data ranks, to the next replica with the same parts of everything; data ranks that divide experts among
-        them belong to one replica. 0: there is no other replica."""
+        """Distance, in data ranks, to the next rank with the same parts of weights and experts; 0 if there is none. Data ranks that divide
+        experts among them belong to one replica."""
         line = self.expert * self.expert_tensor
         shift = line // gcd(line, self.context * self.tensor)
         return shift if self.data % shift == 0 and shift < self.data else 0
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return the place of `rank` on each WORK axis, which determines its computations."""
+        """Return the index of `rank` on each WORK axis; these determine its computations."""
         assert 0 <= rank < self.ranks, (rank, self)
         return _places(rank, WORK, self.work)
 
@@ -88,7 +88,7 @@ class Mesh:
         return self._place(self.coordinates(rank)["pipeline"])[0]
 
     def state_coordinates(self, rank: int) -> dict[str, int]:
-        """Return the place of `rank` on each STATE axis: its part of the dense state."""
+        """Return the index of `rank` on each STATE axis; these determine its part of the dense state."""
         here = self.coordinates(rank)
         place, side = self._place(here["pipeline"])
         dp_shard = self.state[2]
@@ -98,8 +98,8 @@ class Mesh:
         return dict(zip(STATE, (place, *divmod(holder, dp_shard), here["tensor"]), strict=True))
 
     def expert_coordinates(self, rank: int) -> dict[str, int]:
-        """Return the place of `rank` on each EXPERTS axis: its part of the experts' state. Ranks of one `expert` line are neighbours in the
-        order of work, on one pipeline rank."""
+        """Return the index of `rank` on each EXPERTS axis; these determine its part of the experts' state. Ranks of one expert-parallel
+        group are consecutive in the work order, on one pipeline rank."""
         here = self.coordinates(rank)
         place, side = self._place(here["pipeline"])
         _, _, dp_shard, expert, expert_tensor = self.experts
@@ -109,7 +109,7 @@ class Mesh:
         return dict(zip(EXPERTS, (place, *divmod(holder, dp_shard), owner, part), strict=True))
 
     def _place(self, pipeline: int) -> tuple[int, int]:
-        """Place and side of a pipeline rank: its own, or the one it mirrors."""
+        """Place and side of a pipeline rank. Side 1 has the place of the rank that it mirrors."""
         if self.sides == 1 or pipeline < self.pipeline // 2:
             return pipeline, 0
         return self.pipeline - 1 - pipeline, 1

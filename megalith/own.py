@@ -1,6 +1,6 @@
-"""A user's own parts: objects that a run file names as `module:object`, imported only for a command that was given that run.
+"""A user's own parts: objects that a run file names as `module:object`. They are imported only by a command that is given this run file.
 
-Code that only opens a checkpoint, a run folder or an exported model never calls `load`, whatever its files name.
+Code that only opens a checkpoint, a run folder or an exported model never calls `load`, whatever objects its files name.
 """
 
 import hashlib
@@ -25,9 +25,9 @@ def is_own(name: str) -> bool:
 
 
 def load(name: str) -> object:
-    """Import a part. The module is looked for where Python looks, and then in the current directory.
+    """Import a part. The module is searched for on Python's path, and then in the current directory.
 
-    Raises OwnPartError with the reason, whatever the module raises while it is imported.
+    Any exception during the import becomes an OwnPartError with the reason.
     """
     module, _, path = name.partition(":")
     _look_here()
@@ -45,7 +45,7 @@ def load(name: str) -> object:
 def digest(name: str) -> str:
     """Return the sha256 of the source that a part comes from: its module, or every Python file of the package that holds the module.
 
-    Raises OwnPartError for a module without a source file. Imports nothing but the packages above the module.
+    Raises OwnPartError for a module without a source file. Imports only the parent packages of the module.
     """
     module = name.partition(":")[0]
     _look_here()
@@ -63,12 +63,12 @@ def digest(name: str) -> str:
 
 
 def digests(named: Mapping[str, str]) -> dict[str, str]:
-    """Return the digest of the source of each part, by the key of the run file that names it."""
+    """Map each key of the run file that names an own part to the digest of the part's source."""
     return {key: digest(name) for key, name in named.items()}
 
 
 def _look_here() -> None:
-    """Let imports find modules of the current directory, after all others."""
+    """Append the current directory to Python's module search path."""
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)

@@ -1,4 +1,4 @@
-"""Files that must not change while a command holds a run: their digests at its start, and a check for changes."""
+"""Files that must not change while a command runs: their digests at its start, and a check for changes."""
 
 import contextlib
 import hashlib
@@ -16,7 +16,7 @@ def digest(content: bytes) -> str:
 
 
 def seal(paths: Iterable[Path]) -> dict[str, str]:
-    """Return the digest of each of these files, by its whole path. Raises OSError for one that cannot be read."""
+    """Return the digest of each file, by absolute path. Raises OSError for a file that cannot be read."""
     return {str(path.resolve()): digest(path.read_bytes()) for path in paths}
 
 
@@ -27,14 +27,14 @@ def read(path: Path, sealed: Mapping[str, str]) -> bytes:
     if before not in (None, now):
         raise AlteredError(
             f"{path} was changed while this run was in progress: its sha256 was {before[:12]}... when the command began, and is now "
-            f"{now[:12]}... No rank is started with it. Put it back and start the same command again, or start the command that you mean"
+            f"{now[:12]}... No rank is started with it. Start the command again, with the file restored or as it is now"
         )
     return content
 
 
 @contextlib.contextmanager
 def unchanged(sealed: Mapping[str, str]) -> Iterator[None]:
-    """Read sealed files in the block; they are checked before and after it. Raises as `check` does."""
+    """Check sealed files before and after the block, in which they can be read. Raises as `check` does."""
     check(sealed)
     yield
     check(sealed)

@@ -1,4 +1,4 @@
-"""Families of dataclasses that JSON keeps with a tag, such as `{"node": "a", "kind": "node_joined"}`."""
+"""Families of dataclasses that are stored as JSON with a tag for the class, such as `{"node": "a", "kind": "node_joined"}`."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -8,7 +8,7 @@ from pydantic import TypeAdapter
 
 
 class Tagged(Protocol):
-    """A class with a tag. A class whose tag is empty is only a base of others."""
+    """A class with a tag. A class with an empty tag is only a base class."""
 
     kind: ClassVar[str]
 
@@ -17,10 +17,10 @@ Value = TypeVar("Value", bound=Tagged)
 
 
 class Family(Generic[Value]):
-    """The tagged subclasses of `bases` that exist when the family is made. `classes` maps each tag to its class.
+    """The tagged subclasses of `bases` that are defined when the family is created. `classes` maps each tag to its class.
 
-    A record holds the tag under `key`, as entry number `place` of the dict; None: as the last. Raises ValueError if two classes share
-    a tag.
+    A record stores the tag under `key`, as entry number `place` of the dict (None: as the last entry). Raises ValueError if two classes
+    share a tag.
     """
 
     def __init__(self, *bases: type[Value], key: str = "kind", place: int | None = None) -> None:

@@ -89,5 +89,5 @@ def test_a_mount_point_cannot_be_renamed_and_the_way_out_is_said(tmp_path: Path,
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
 
     monkeypatch.setattr(Path, "rename", rename)
-    with pytest.raises(OSError, match=r"Replace it by a link.*checkpoints"):
+    with pytest.raises(OSError, match=r"put a symbolic link in its place.*checkpoints"):
         begin(tmp_path, 1)

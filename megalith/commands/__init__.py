@@ -1,4 +1,4 @@
 """Each command is one file: its arguments, its work and its output. `megalith.cli` combines them into the program.
 
-Modules import at their top only what is quick, and the rest in the functions that need it: `megalith --help` reads all of them.
+Modules import slow packages in the functions that need them, because `megalith --help` imports all commands.
 """

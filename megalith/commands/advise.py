@@ -1,4 +1,4 @@
-"""`megalith advise`: measure, on a run's own state, which settings suit it."""
+"""`megalith advise`: measure which settings suit a run, starting from its checkpoints."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,22 +31,26 @@ class AdviceResult:
 def batch(
     run_dir: RunFolder,
     step: AtStep = None,
-    factors: Annotated[str, typer.Option(help="Batches to try, as factors of the run's at that step.")] = "0.5,1,2,4",
-    steps: Annotated[int, typer.Option(min=1, help="Length of a branch, in steps of the run's batch.")] = 64,
-    replicas: Annotated[int, typer.Option(min=1, help="Branches of each batch size; each reads later data.")] = 3,
+    factors: Annotated[
+        str, typer.Option(help="Batch sizes to try, as multiples of the run's batch size at that step.")
+    ] = "0.5,1,2,4",
+    steps: Annotated[int, typer.Option(min=1, help="Length of a branch, in steps with the run's own batch size.")] = 64,
+    replicas: Annotated[
+        int, typer.Option(min=1, help="Number of branches for each batch size; each branch reads later data than the one before.")
+    ] = 3,
     scale: Annotated[str, typer.Option(help="Scaling of the learning rate with the batch: root, linear or none.")] = "root",
-    tolerance: Annotated[float, typer.Option(min=0.0, help="Relative loss increase that a larger batch may have.")] = 0.005,
+    tolerance: Annotated[
+        float, typer.Option(min=0.0, help="Relative loss increase that is tolerated for a larger batch.")
+    ] = 0.005,
     out: Annotated[Path | None, typer.Option(help="Folder of the branches' run folders. Default: RUN_DIR/advise-batch.")] = None,
-    draw: Annotated[
-        Path | None, typer.Option(metavar="FILE.svg", help="Draw the losses over the batch size into this file.")
-    ] = None,
+    draw: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw loss against batch size into this file.")] = None,
     as_json: Json = False,
 ) -> int:
     """Measure the critical batch size by training branches from a checkpoint on the same samples with other batches.
 
     Each branch begins with the whole state of the run. If a larger batch ends with a worse loss, the model learns less from each token. The
-    loss is that on held-out text if the run validates, otherwise that over the last half of the samples. Finished branches are not trained
-    again.
+    loss is the one on held-out text if the run validates, otherwise the mean over the last half of the samples. Finished branches are not
+    trained again.
 
     Example:  megalith advise batch runs/first --step 2000 --steps 100
     """
@@ -83,8 +87,8 @@ def advise(
     out: Path | None,
     train: Train,
 ) -> AdviceResult:
-    """Train all branches that are not finished, and judge their losses. Raises SpecErrors before any branch starts if the run has
-    no such checkpoint or a branch has problems; RuntimeError if a branch fails."""
+    """Train all branches that are not finished, and judge their losses. Raises SpecErrors before any branch starts if the run has no
+    checkpoint of this step or a branch has problems; RuntimeError if a branch fails."""
     from megalith.check import check
     from megalith.check.own import admit
     from megalith.checkpoint.folder import find_complete, name, of_run
@@ -116,11 +120,11 @@ def advise(
 
 
 def _loss(trial: "Trial", folder: Path, train: Train) -> float:
-    """Return the loss that a trial ends with; train it first if it is not finished."""
+    """Return the final loss of a trial; train the trial first if it is not finished."""
     from megalith.report.history import history
 
     if history(folder).state != "finished" and train(trial, folder):
-        raise RuntimeError(f"{folder} did not finish: megalith report {folder} says why")
+        raise RuntimeError(f"{folder} did not finish: megalith report {folder} shows why")
     found = history(folder)
     if found.validations:
         return found.validations[-1].loss

@@ -17,10 +17,10 @@ def command(
     machine: Annotated[str | None, typer.Option(help="This machine's name in the run. Default: its host name.")] = None,
     as_json: Json = False,
 ) -> int:
-    """Run one machine of a multi-node run. torchrun or srun starts one such process a node, which starts the ranks itself.
+    """Run one machine of a multi-node run. torchrun or srun starts one agent on each node, and the agent starts the node's ranks.
 
-    fleet.nodes machines train; fleet.spares more wait warm, and one replaces a machine that is lost. The engine's first process
-    directs the run. MEGALITH_MEETING=tcp://HOST:PORT lets a machine join a run in progress.
+    fleet.nodes machines train; fleet.spares more stand by with warm processes and replace lost machines. The first agent (rank 0 of the
+    engine) directs the run. MEGALITH_MEETING=tcp://HOST:PORT lets a machine join a run in progress.
 
     Example:  torchrun --nnodes 3 --nproc-per-node 1 -m megalith.cli agent run.toml --set fleet.nodes=2 --set fleet.spares=1
     """
@@ -30,11 +30,11 @@ def command(
 
 
 def agent(request: RunRequest, *, console: Console, machine: str | None = None) -> TrainResult:
-    """Run one machine of a multi-node run, named `machine` (default: its own name): with ranks of its own, or warm as a spare.
+    """Run one machine of a multi-node run, named `machine` (default: the host name): it either has ranks or stands by as a spare.
 
-    The process that the engine numbers first also directs the run, shows its progress on `console`, and starts the process that sends
-    alerts and feeds other tools. Raises the errors of `train`, ValueError if no option or variable says how to meet the others,
-    TimeoutError if too few of them come.
+    Rank 0 of the engine also directs the run, shows its progress on `console`, and starts the process that sends alerts and feeds other
+    tools. Raises the errors of `train`, ValueError if no option or variable has the address of the other machines, TimeoutError if too few
+    of them connect.
     """
     from megalith.check import node_ranks
     from megalith.check.sites import launched_alone

@@ -1,4 +1,4 @@
-"""The table of a run that begins from another run's checkpoint, as `megalith train --branch` fills it in. No torch."""
+"""The [branch] table of a run that begins from another run's checkpoint, filled in by `megalith train --branch`. No torch."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -11,10 +11,11 @@ from megalith.spec.toml import literal
 
 
 def settings(checkpoint: Path, decay: int, folder: Path | None) -> tuple[str, ...]:
-    """Return the settings of a branch from a checkpoint (its folder, or a run's: its newest) that decays over `decay` updates.
+    """Return the settings of a branch whose learning rate decays over `decay` updates. `checkpoint`: a checkpoint's folder, or a run folder
+    (its newest checkpoint).
 
-    `folder`: of the branch. If it holds such a branch already, its settings are taken from there: the other run may have newer
-    checkpoints by now, or may have deleted that one. Raises SpecErrors if there is no such checkpoint.
+    `folder`: the branch's run folder. If it already holds this branch, its saved settings are returned, because the other run may by now
+    have a newer checkpoint, or have deleted this one. Raises SpecErrors if the checkpoint does not exist or is damaged.
     """
     if begun := _begun(checkpoint, decay, folder):
         return begun
@@ -31,12 +32,12 @@ def settings(checkpoint: Path, decay: int, folder: Path | None) -> tuple[str, ..
 
 
 def _steps_of(saved: dict[str, Any]) -> int:
-    """Return the number of steps that a run's schedule spans; for a branch it is that of the first run."""
+    """Return the number of steps that a run's learning rate schedule spans; a branch has the number of its original run."""
     return (saved.get("branch") or {}).get("steps") or saved["train"]["steps"]
 
 
 def _begun(checkpoint: Path, decay: int, folder: Path | None) -> tuple[str, ...]:
-    """Return the settings of a folder's branch if it is the branch that was asked for; else none."""
+    """Return the saved settings of the branch in a folder if it is the requested one; else an empty tuple."""
     with suppress(OSError, SpecErrors):
         if folder is not None:
             spec = files.read(folder / files.FILE, saved=True).resolved.spec

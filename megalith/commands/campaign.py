@@ -1,4 +1,4 @@
-"""`megalith campaign`: a run that faults are injected into, beside the same run without them."""
+"""`megalith campaign`: a run with injected faults, compared with the same run without faults."""
 
 import sys
 from collections import Counter
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Faultload:
-    """The faults of a campaign: how many of Llama 3's mix, the seed that draws them, and how often the supervisor, or the agent
-    of a node, is killed as well. With agent kills each node has an agent of its own, as on many machines. `kinds`: only these; empty:
-    all that the run can survive."""
+    """The faults of a campaign: the number of faults drawn from Llama 3's mix, the seed for the draw, and the number of additional kills of
+    the supervisor and of nodes' agents. With agent kills each node has its own agent, as on many machines. `kinds`: inject only these
+    kinds; empty: all that the run can survive."""
 
     count: int = 24
     seed: int = 0
@@ -42,14 +42,16 @@ class Faultload:
 
 def command(
     run: RunFile,
-    count: Annotated[int, typer.Option("--faults", min=1, help="Number of faults. Their mix is that of Llama 3's table.")] = 24,
+    count: Annotated[
+        int, typer.Option("--faults", min=1, help="Number of faults. Their mix follows the table of faults in the Llama 3 paper.")
+    ] = 24,
     seed: Annotated[int, typer.Option(help="Seed of the list of faults; the same seed gives the same list.")] = 0,
     settings: Settings = None,
     out: Annotated[Path | None, typer.Option(help="Folder of both runs; emptied first. Default: runs/NAME-campaign.")] = None,
     supervisor_kills: Annotated[int, typer.Option(min=0, help="Also kill the supervisor this many times.")] = 0,
     agent_kills: Annotated[
         int,
-        typer.Option(min=0, help="Give each node an agent of its own, as on many machines, and kill this many of them."),
+        typer.Option(min=0, help="Give each node its own agent, as on many machines, and kill this many agents."),
     ] = 0,
     median: Annotated[
         float | None, typer.Option(min=0.0, metavar="SECONDS", help="Fail if the median recovery takes longer.")
@@ -69,13 +71,13 @@ def command(
 ) -> int:
     """Inject faults into a run, and show that it ends as if there had been none.
 
-    Trains twice, about three steps a fault: without faults, and with processes killed and stopped, bits flipped, connections torn, nodes
-    and checkpoints lost. Passes if no person was needed, the end state is equal bit for bit, no sample was lost or repeated, hangs had
-    the limits that the run's pace gives, and the right rank was blamed; otherwise the exit status is 1. Speed depends on the machine too:
-    it counts only with --median, --most, --minutes or --silence.
+    Trains twice, about three steps a fault: without faults, and with killed and stopped processes, bit flips, broken connections, lost
+    nodes and lost checkpoints. Passes if no person was needed, the end state is equal bit for bit, no sample was lost or repeated, hangs
+    were detected within limits that follow from the run's pace, and the right rank was blamed; otherwise the exit status is 1. Speed
+    depends on the machine too, so it is judged only with --median, --most, --minutes or --silence.
 
-    A run with [sites] gets faults of whole sites: killed, cut off, slow, with lost packets or torn connections. If these changed its
-    merges, it must end with the bits of their replay.
+    In a run with [sites], whole sites are killed, cut off or slowed down, or their links lose packets or connections. If the faults changed
+    the merges, the run must end with the same bits as a replay of the recorded merges.
 
     Example:  megalith campaign run.toml --faults 24 --seed 1 --set fleet.nodes=2 --set fleet.spares=1
     """
@@ -87,7 +89,7 @@ def command(
     if resolved.spec.sites is not None:
         if supervisor_kills or agent_kills or (median, most, silence) != (None, None, None):
             raise typer.BadParameter(
-                "a run with [sites] gets faults of whole sites: leave out --supervisor-kills, --agent-kills, --median, --most and --silence"
+                "with [sites], faults hit whole sites: leave out --supervisor-kills, --agent-kills, --median, --most and --silence"
             )
         admit(kinds or (), site_faults.KINDS, {})
         hurt = across_sites.campaign(
@@ -112,7 +114,7 @@ def _show(found: "Judgement | SitesJudgement", table: Table, lines: Iterator[str
 
 
 def admit(wanted: Collection[str], known: Collection[str], left_out: Mapping[str, str]) -> None:
-    """Raise a usage error for a kind of fault that is not known, or left out for a reason."""
+    """Raise a usage error for a kind of fault that is unknown, or that this run leaves out; `left_out` has the reasons."""
     for kind in wanted:
         if kind in left_out:
             raise typer.BadParameter(f"--kind {kind} is not possible in this run: {left_out[kind]}.")
@@ -120,7 +122,7 @@ def admit(wanted: Collection[str], known: Collection[str], left_out: Mapping[str
 
 
 def checked(request: RunRequest) -> "ResolvedRun":
-    """Return a run that has no problems. Raises SpecErrors."""
+    """Return the run if it has no errors, else raise SpecErrors."""
     from megalith.commands.shared import runs
     from megalith.spec.problem import SpecErrors
 
@@ -142,11 +144,9 @@ def campaign(
     out: Path | None = None,
     aims: "Aims | None" = None,
 ) -> "Judgement":
-    """Train a run twice, first without faults and then with those of `faultload`, and judge the second run by the
-    first.
+    """Train a run twice, first without faults and then with the faults of `faultload`, and compare the two.
 
-    Both runs lie in `out` (default: runs/NAME-campaign), which is emptied first. `aims`: time limits that the campaign must also
-    keep, if given.
+    Both run folders are in `out` (default: runs/NAME-campaign), which is emptied first. `aims`: time limits that must also be met.
     """
     from megalith.fleet import injection
     from megalith.machine import networks
@@ -192,8 +192,8 @@ def campaign(
 def _hurt(
     resolved: "ResolvedRun", spec: "RunSpec", folder: Path, *, listed: Path, kinds: Collection[str], like: Path
 ) -> "CampaignRun":
-    """Do the second run of a campaign, with the faults of a list, of these `kinds`. `like`: the first run. If agents are killed,
-    each node has one."""
+    """Do the second run of a campaign, with the faults of a list, of these `kinds`. `like`: the first run. If agents are killed, each node
+    has its own agent."""
     from megalith.commands.shared import runs
     from megalith.fleet import local
     from megalith.fleet.rank_info import node_folder
@@ -216,7 +216,7 @@ def _hurt(
 
 
 def _training(resolved: "ResolvedRun", spec: "RunSpec", run_dir: Path, verb: str = "train") -> list[str]:
-    """Return the command that trains `resolved`, changed to `spec`, and write its run file beside the run's folder."""
+    """Write a run file for `spec` beside the run folder, and return the command that trains it."""
     from megalith.spec import files
 
     file = run_dir.with_name(f"{run_dir.name}.toml")
@@ -230,7 +230,7 @@ def _table_of_faults(found: "Judgement") -> Table:
         box=SIMPLE_HEAD,
         padding=(0, 1),
         pad_edge=False,
-        caption="Seconds: from fault to detection, from detection until training resumed, and the longest of the latter.",
+        caption="Seconds. found: from fault to detection; on again: from detection until training resumed; most: the longest of these.",
     )
     table.add_column("fault", max_width=22)
     table.add_column("handled", no_wrap=True)
@@ -259,10 +259,10 @@ def sentences(found: "Judgement") -> Iterator[str]:
     )
     if found.supervisor_restarts:
         each = ", ".join(f"{seconds:.1f} s" for seconds in found.supervisor_restarts)
-        yield f"restarts of a killed supervisor, until the first step (not counted as recoveries): {each}"
+        yield f"seconds from the kill of a supervisor to the first step after it (not counted as recoveries): {each}"
     yield from _false_alarms(found)
     for kind, why in found.aimed.items():
-        yield f"chosen steps: {kind} comes only {why}" if not why.startswith("all steps") else f"{kind}: {why}"
+        yield f"chosen steps: {kind} is injected only {why}" if not why.startswith("all steps") else f"{kind}: {why}"
     for kind, why in found.left_out.items():
         yield f"left out: {kind} ({why})"
     for one in found.asked:
@@ -271,23 +271,23 @@ def sentences(found: "Judgement") -> Iterator[str]:
     for problem in found.problems:
         yield f"not met: {problem}"
     if found.hidden:
-        yield f"{counted(found.hidden, 'fault')} within another fault's incident: the run resumed from both, and their blame is not counted"
+        yield f"{counted(found.hidden, 'fault')} in another fault's incident: the run recovered from both, and their blame is not judged"
     verdict = "passed" if found.passed else "NOT passed"
     right, of = found.blamed
-    others = f" ({found.among} of them named with another node)" if found.among else ""
+    others = f" ({found.among} of them blamed together with another node)" if found.among else ""
     aims = "" if found.asked else "; no time limit was set"
     yield f"{verdict}: {found.handled} of {found.injected} faults handled, {right} of {of} blamed correctly{others}{aims}"
 
 
 def _hangs(hangs: "Hangs") -> Iterator[str]:
-    """Yield how long hangs were silent, and what their limits were."""
+    """Yield the longest silence of hangs relative to its limit, and the limits."""
     if hangs.most is None:
         return
     limits = "" if hangs.limits is None else f" (limits {hangs.limits[0]:.2f} to {hangs.limits[1]:.2f} s)"
-    late = f"; {hangs.late} found late: ranks, or the process that watches them, got no processor" if hangs.late else ""
-    yield f"hangs: {hangs.found}, silence at most {hangs.most:.2f} of its limit{limits}{late}"
+    late = f"; {hangs.late} found late, because the ranks or their supervisor got no CPU time" if hangs.late else ""
+    yield f"hangs: {hangs.found}, the longest silence was {hangs.most:.2f} of its limit{limits}{late}"
     if hangs.elsewhere:
-        yield f"hangs: {hangs.elsewhere} of them not in a running step, where other limits hold: {hangs.elsewhere_limit:.2f} s at most"
+        yield f"hangs: {hangs.elsewhere} of them outside of a step, where other limits apply: {hangs.elsewhere_limit:.2f} s at most"
 
 
 def _false_alarms(found: "Judgement") -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""`megalith check`: everything that is wrong with a run, or unwise."""
+"""`megalith check`: report everything in a run that is wrong or unwise."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def command(
     run: RunFile,
     settings: Settings = None,
-    ranks: Annotated[int | None, typer.Option(help="Number of ranks, to compare with the plan.")] = None,
+    ranks: Annotated[int | None, typer.Option(help="Number of ranks that will be started, to compare with the plan.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Run folder; an existing run is resumed. Default: runs/NAME.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Print every value of the run and where it came from.")] = False,
     price: Annotated[
@@ -34,13 +34,15 @@ def command(
             "--fp8", help="Also predict how much time 8-bit matrix products save or cost in each layer on the run's cluster."
         ),
     ] = False,
-    here: Annotated[bool, typer.Option("--here", help="Report what this machine lacks as errors, as `train` does.")] = False,
+    here: Annotated[
+        bool, typer.Option("--here", help="Report resources that this machine lacks as errors, as `train` does.")
+    ] = False,
     as_json: Json = False,
 ) -> int:
     """Report every error and unwise setting of a run, before anything starts.
 
-    Needs no GPU and no torch. What this machine lacks (GPUs, memory, processors) is advice: the run may be for other machines.
-    Exit status 2 if there are errors.
+    Needs no GPU and no torch. Resources that this machine lacks (GPUs, memory, processors) are only advice, because the run may be for
+    other machines. Exit status 2 if there are errors.
 
     Example:  megalith check run.toml --set plan.tensor=4 --ranks 8
     """
@@ -86,7 +88,7 @@ def _prices(request: RunRequest) -> "tuple[Price, ...]":
     plan = plan_request.run.plan
     used = plan_request.cluster.resized(plan.ranks)  # a plan may leave devices of a cluster idle
     if used is None:
-        reason = f"was measured with another number of ranks than the plan's {plan.ranks:,}, and ranks share its processor"
+        reason = f"was measured with another number of ranks than the plan's {plan.ranks:,}, and its ranks compete for processors"
         way_out = f"{CALIBRATE} --ranks {plan.ranks}."
         raise SpecErrors([Problem("error", "cluster", plan_request.run.cluster, reason, way_out)])
     return price.prices(replace(plan_request, cluster=used), plan)
@@ -96,12 +98,12 @@ def _show_prices(priced: "Sequence[Price]") -> None:
     """Print the time that each broken rule of the plan costs."""
     from megalith.report import plans  # drawing
 
-    Console(highlight=False).print(plans.prices(priced) if priced else "No rule of the plan that has a price in time is broken.")
+    Console(highlight=False).print(plans.prices(priced) if priced else "The plan breaks no rule that costs time.")
 
 
 def _in_8_bits(checked: "CheckResult", *, asked: bool) -> "tuple[Sequence[Problem], Gains | None]":
-    """Return the problems, with advice about layers that 8-bit products make slower. If `asked`, also return the time they save in each
-    layer: None if the run's devices have no such products, or if nobody published their figures."""
+    """Return the problems, with advice about layers that 8-bit products make slower. If `asked`, also return the time that 8-bit products
+    save in each layer: None if the devices have no such products, or their speed is not published."""
     from megalith.spec import cluster as clusters
 
     spec = checked.resolved.spec
@@ -118,7 +120,9 @@ def _in_8_bits(checked: "CheckResult", *, asked: bool) -> "tuple[Sequence[Proble
 def _show_gains(found: "Gains | None", spec: "RunSpec") -> None:
     """Print how much time 8-bit products save or cost in each layer."""
     if found is None:
-        print(f'cluster = "{spec.cluster}": this trainer has no 8-bit products for these devices, so fp8 would be rehearsed')
+        print(
+            f'cluster = "{spec.cluster}": the trainer has no 8-bit products here, so fp8 would be rehearsed (emulated, without its speed)'
+        )
         return
     from megalith.report import plans  # drawing
 
@@ -127,7 +131,7 @@ def _show_gains(found: "Gains | None", spec: "RunSpec") -> None:
 
 
 def _treated_rows(spec: "RunSpec") -> list[dict[str, object]]:
-    """Return which parameters are updated in which way, as JSON objects."""
+    """Return the update rule of each group of parameters, as JSON objects."""
     from megalith.spec.treatment import summary
 
     return [
@@ -142,7 +146,7 @@ def _treated_rows(spec: "RunSpec") -> list[dict[str, object]]:
 
 
 def _show_treated(spec: "RunSpec") -> None:
-    """Print which parameters are updated in which way, unless one rule updates all."""
+    """Print the update rule of each group of parameters, unless one rule updates all."""
     from megalith.spec.optimizers import OPTIMIZERS
     from megalith.spec.treatment import summary
 
@@ -160,7 +164,7 @@ def _show_treated(spec: "RunSpec") -> None:
 
 
 def _show_run(spec: "RunSpec") -> None:
-    """Print the size of a run in one line."""
+    """Print the number of ranks, microbatches, tokens and steps in one line."""
     plan = spec.plan
     ranks = f"{plan.ranks} rank{'s' * (plan.ranks > 1)}"
     if spec.sites is not None:
@@ -175,7 +179,7 @@ def _show_run(spec: "RunSpec") -> None:
 
 
 def _phase_rows(spec: "RunSpec") -> list[dict[str, object]]:
-    """Return the phases that a run enters, as JSON objects; `steps` is how many of its steps are in each."""
+    """Return the phases that a run enters, as JSON objects; `steps` is the number of steps in a phase."""
     from megalith.spec.phases import Phases
 
     names = ("first", "step", "tokens", "seq_len", "global_batch", "weights")
@@ -184,7 +188,7 @@ def _phase_rows(spec: "RunSpec") -> list[dict[str, object]]:
 
 
 def _show_phases(spec: "RunSpec") -> None:
-    """Print the phases of a run, if it has several, and how much it reads in all."""
+    """Print the phases of a run, if it has several, and the samples and tokens that it reads in all."""
     from megalith.spec.phases import Phases
 
     phases = Phases.of(spec)
@@ -195,4 +199,4 @@ def _show_phases(spec: "RunSpec") -> None:
     samples = phases.after(0, spec.train.steps)
     print(f"in all {samples:,} samples, {phases.tokens(samples):,} tokens")
     for late in phases.all[len(list(phases.spans(spec.train.steps))) :]:
-        print(f"not reached: a phase that begins with sample {late.first:,}, step {late.step + 1:,}")
+        print(f"not reached, because the run ends before: a phase that begins with sample {late.first:,}, step {late.step + 1:,}")

@@ -1,4 +1,4 @@
-"""`megalith clean`: what ended runs hold in this machine's memory and on its disks."""
+"""`megalith clean`: remove copies of state that ended runs left in this machine's memory and on its disks."""
 
 import sys
 from dataclasses import asdict
@@ -18,21 +18,20 @@ if TYPE_CHECKING:
 def command(
     run_dirs: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="RUN_DIR", help="Run folders. Default: all of this user.", show_default=False),
+        typer.Argument(metavar="RUN_DIR", help="Run folders. Default: all runs of this user.", show_default=False),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
     disk: Annotated[
         list[Path] | None,
-        typer.Option("--disk", metavar="FOLDER", help="A folder that `fleet.disk` named in a run. May be repeated."),
+        typer.Option("--disk", metavar="FOLDER", help="A folder that a run set as `fleet.disk`. May be repeated."),
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """List and remove what ended runs left in this machine's memory and on its disks.
+    """List and remove copies of state that ended runs left in this machine's memory and on its disks.
 
-    A run copies its state into /dev/shm, and to fleet.disk if set, so that it recovers in seconds. A run that finished, or that stopped and
-    saved, leaves nothing. Any other end leaves the copies: the same command resumes from them, and they take memory until then. Remove
-    them if the run will not be resumed: steps since the newest checkpoint are lost then. Checkpoints, and copies of running runs, are
-    never touched.
+    A run copies its state into /dev/shm, and to fleet.disk if set, so that it recovers in seconds. A run that finished, or that was stopped
+    and saved, leaves no copies. After any other end the copies stay in memory until the same command resumes from them. Remove them if the
+    run will not be resumed: steps since the newest checkpoint are lost then. Checkpoints, and copies of running runs, are never touched.
 
     Example:  megalith clean runs/first --yes
     """
@@ -52,12 +51,12 @@ def command(
     elif cleared:
         print(f"cleared {counted(len(cleared), 'folder')}, {_size(cleared)}")
     for one in failed:
-        print(f"{one.path} was not cleared: a process uses it now, or its files cannot be removed", file=sys.stderr)
+        print(f"{one.path} was not cleared: a process is using it, or its files cannot be removed", file=sys.stderr)
     return int(bool(failed))
 
 
 def left_by(run_dir: Path) -> list[str]:
-    """Return sentences about what a run that has ended leaves on this machine."""
+    """Return sentences about the copies of state that an ended run leaves on this machine."""
     from megalith.control import leftovers
 
     ended = [one for one in leftovers.find(run_dir=run_dir) if one.state == "ended"]
@@ -68,9 +67,9 @@ def left_by(run_dir: Path) -> list[str]:
 
 
 def _asked(ended: "list[Leftover]") -> bool:
-    """Ask a person; a program must say --yes."""
+    """Ask for confirmation on a terminal. Elsewhere print that --yes is needed, and return False."""
     if not sys.stdin.isatty():
-        print("nothing was cleared: add --yes to clear what no run uses")
+        print("nothing was cleared: add --yes to clear the copies that no run uses")
         return False
     return typer.confirm(f"Clear {counted(len(ended), 'folder')}, {_size(ended)}?")
 
@@ -94,12 +93,12 @@ def _size(found: "list[Leftover]") -> str:
 
 
 def _checkpoint(one: "Leftover") -> str:
-    """Describe what a run has saved besides its copies."""
+    """Describe the newest checkpoint of a run."""
     from megalith import epochs
     from megalith.checkpoint.folder import FOLDER, latest, read_manifest
 
     if one.state == "abandoned":
-        return " (gone, or another run by now)"
+        return " (this run folder is gone, or holds another run)"
     try:
         newest = latest(epochs.newest(one.run, FOLDER))
         return (

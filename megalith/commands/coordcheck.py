@@ -1,4 +1,4 @@
-"""`megalith coordcheck`: whether a model keeps its scale as it grows, so that a learning rate holds for a larger one."""
+"""`megalith coordcheck`: check that activations keep their scale as a model grows, so that a learning rate transfers to larger models."""
 
 from functools import partial
 from pathlib import Path
@@ -25,15 +25,18 @@ def command(
     depths: Annotated[str, typer.Option(help="Numbers of blocks to compare; 0: none.")] = "2,4,8,16",
     steps: Annotated[int, typer.Option(min=1, help="Updates of each model.")] = 10,
     seeds: Annotated[int, typer.Option(min=1, help="Number of models of each size; their results are averaged.")] = 1,
-    limit: Annotated[float, typer.Option(min=0.0, help="Slope up to which a quantity counts as flat.")] = LIMIT,
-    draw: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw the numbers over the sizes.")] = None,
+    limit: Annotated[float, typer.Option(min=0.0, help="Largest slope at which a quantity counts as flat.")] = LIMIT,
+    draw: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg", help="Draw the measured numbers against the sizes into this file.")
+    ] = None,
     as_json: Json = False,
 ) -> int:
-    """Train models of several widths and depths for a few steps, and measure whether their numbers keep their size.
+    """Train models of several widths and depths for a few steps, and measure whether activations and logits keep their scale.
 
-    Each model is the run's, narrower or wider, with fewer or more blocks, once in the standard parametrization and once in one that scales
-    (mup for widths, completep for depths; or the run's own). Trains on random tokens, so it needs no data. A slope of 0 is flat: a learning
-    rate that is good for a small model is then good for a large one. Exits with 1 if the parametrization that the run asks for is not flat.
+    Each model is the run's with another width or number of blocks. It is trained in the standard parametrization and in one that transfers
+    across sizes (mup for widths, completep for depths; or the run's own). Trains on random tokens, so it needs no data. A slope of 0 is
+    flat: a learning rate that is good for a small model is then good for a large one. Exits with 1 if the parametrization that the run asks
+    for is not flat.
 
     Example:  megalith coordcheck run.toml --set optimizer.lr=2e-3 --draw check.svg
     """

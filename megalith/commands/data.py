@@ -1,4 +1,4 @@
-"""`megalith data`: prepare text for training, and look at what was prepared."""
+"""`megalith data`: prepare text for training, and inspect prepared data."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,7 +24,7 @@ Split = Annotated[
 ]
 Field = Annotated[str, typer.Option(help="JSON lines: the field that holds the text.")]
 Extensions = Annotated[
-    list[str] | None, typer.Option("--extension", help="In folders, read only files with this ending. May be repeated.")
+    list[str] | None, typer.Option("--extension", help="In folders, read only files with this extension. May be repeated.")
 ]
 
 
@@ -42,7 +42,7 @@ def prepare(
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Tokenize text into shards. Each source, or DOMAIN=PATH, is a domain that a run can weight.
+    """Tokenize text into shards. Each source is a domain, to which a run can give a weight in the mixture; DOMAIN=PATH names it.
 
     Example:  megalith data prepare novels=texts/ code=src/ --tokenizer data/tokenizer --out data/mixed
     """
@@ -66,7 +66,7 @@ def inspect(
     samples: Annotated[int, typer.Option(min=0, help="Number of documents of each domain to preview.")] = 3,
     as_json: Json = False,
 ) -> None:
-    """Show what prepared data holds: tokens, documents and their lengths, by domain.
+    """Show the contents of prepared data: tokens, documents and their lengths, by domain.
 
     Example:  megalith data inspect data/austen
     """
@@ -77,7 +77,7 @@ def inspect(
 
 
 def verify(folder: Folder, as_json: Json = False) -> None:
-    """Read prepared data and compare it with its digests; name damaged files.
+    """Read prepared data, compare it with its digests, and list damaged files.
 
     Example:  megalith data verify data/austen
     """
@@ -88,14 +88,14 @@ def verify(folder: Folder, as_json: Json = False) -> None:
 
 
 def reading(split: str | None, field: str, extensions: list[str] | None) -> "Reading":
-    """Return how files become documents."""
+    """Return the options for splitting files into documents."""
     from megalith.data.manifest import Reading
 
     return Reading(split=split, field=field, extensions=tuple(extensions) if extensions else None)
 
 
 def _show(found: dict[str, Any]) -> None:
-    """Print what prepared data holds."""
+    """Print the contents of prepared data."""
     table = Table("domain", "split", "tokens", "documents", "bytes a token", "median document")
     for name, domain in found["domains"].items():
         for part in ("train", "validation"):

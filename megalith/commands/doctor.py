@@ -1,4 +1,4 @@
-"""`megalith doctor`: whether this machine, or all machines of a job, are fit to train on."""
+"""`megalith doctor`: check that this machine, or all machines of a job, are fit to train on."""
 
 import platform
 from collections.abc import Sequence
@@ -35,24 +35,24 @@ def command(
         Path | None,
         typer.Option(
             metavar="FILE.toml",
-            help="Check nothing: measure the figures that predictions need, and write a cluster file. --ranks processes compute at once "
-            "(default: one for each GPU, or 1).",
+            help="Instead of checking, measure the speeds that predictions need, and write a cluster file. --ranks processes measure "
+            "at once (default: one for each GPU, or 1).",
         ),
     ] = None,
     seconds: Annotated[
-        float, typer.Option(min=0.0, help="With --calibrate: how long each of about thirty measurements repeats.")
+        float, typer.Option(min=0.0, help="With --calibrate: duration of each of about thirty measurements.")
     ] = 1.0,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> int:
     """Describe this machine, and check whether it is fit to train: memory, disk, network, clock, GPUs, reproducible results.
 
-    GPUs are queried through nvidia-smi and DCGM if these are installed. Exit status 1 if anything fails; warnings do not count. Without
-    a burn-in and --ranks no torch is needed. Under torchrun or srun, with one process a GPU, all machines are checked, and also collectives
-    and links among all ranks; the first process prints the findings.
+    GPUs are queried through nvidia-smi and DCGM if these are installed. Exit status 1 if anything fails; warnings do not count. Without a
+    burn-in and --ranks no torch is needed. Under torchrun or srun, with one process for each GPU, it checks all machines, and collectives
+    and links among all ranks; rank 0 prints the findings.
 
-    With --calibrate FILE.toml it checks nothing. It measures rates of products, attention, memory and collectives, and writes them as a
-    cluster file: predictions for that cluster use them.
+    With --calibrate FILE.toml it does not check, but measures the speed of matrix products, attention, memory and collectives, and writes a
+    cluster file. Predictions for that cluster use these speeds.
 
     Example:  megalith doctor --folder runs --burn-in 60 --ranks 8
     """
@@ -82,8 +82,9 @@ def doctor(folder: Path, *, burn_in: float = 1.0, ranks: int = 0) -> "list[Findi
     """Check whether this machine is fit to train on; `folder` is where a run would write.
 
     `burn_in`: seconds of matrix products on every GPU, or the processor without one, for each data type; 0: none. `ranks`: number of
-    processes of this machine that check collectives and the links between them; 0: none, and without a burn-in either no torch. A process
-    that a launcher started as a rank checks them with its other ranks, and all return the findings of all machines.
+    processes on this machine that check collectives and the links between them; 0: none. Without ranks and burn-in, torch is not needed. A
+    process that a launcher started as a rank checks collectives and links with the other ranks, and all return the findings of all
+    machines.
     """
     from megalith.fleet import environment
     from megalith.machine import gpus, health
@@ -106,7 +107,8 @@ def doctor(folder: Path, *, burn_in: float = 1.0, ranks: int = 0) -> "list[Findi
 
 
 def _calibrate(out: Path, ranks: int, seconds: float, *, overwrite: bool, as_json: bool) -> None:
-    """Measure this machine and write its cluster file. Raises FileExistsError, and ValueError under a launcher or for no TOML file."""
+    """Measure this machine and write its cluster file. Raises FileExistsError if it exists, ValueError under a launcher or if its name does
+    not end in .toml."""
     from megalith.fleet import environment
     from megalith.machine import capacity
     from megalith.prove.calibrate import calibrate, text  # needs torch
@@ -139,7 +141,7 @@ def _described(rows: Sequence[tuple[str, str]]) -> Table:
 
 
 def _table(findings: "Sequence[Finding]") -> Table:
-    """Return a table of what was found, with limits and ways out."""
+    """Return a table of findings, with limits and ways out."""
     table = Table("", "check", "found", "limit", "what to do")
     for one in findings:
         table.add_row(f"[{COLOURS[one.verdict]}]{one.verdict}[/]", one.check, escape(one.value), one.limit, escape(one.way_out))

@@ -1,4 +1,4 @@
-"""`megalith dryrun`: one rank of a run of any size, without the others."""
+"""`megalith dryrun`: run one rank of a run of any size, without the other ranks."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DryRunReport:
-    """Count of what one rank of a run holds, sends and computes, beside the planner's prediction. `limit`: bytes of the cluster's device,
-    None if unknown."""
+    """Counted memory, messages and computation of one rank, beside the planner's predictions. `limit`: bytes of the cluster's device, None
+    if unknown."""
 
     run: "DryRun"
     lines: "tuple[Comparison, ...]"
@@ -32,7 +32,9 @@ class DryRunReport:
 def command(
     run: RunFile,
     settings: Settings = None,
-    world: Annotated[int | None, typer.Option(min=1, help="Number of ranks, to compare with the plan.")] = None,
+    world: Annotated[
+        int | None, typer.Option(min=1, help="Number of ranks that will be started, to compare with the plan.")
+    ] = None,
     rank: Annotated[int, typer.Option(min=0, help="The rank to run.")] = 0,
     draw: Annotated[
         Path | None,
@@ -42,15 +44,15 @@ def command(
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Run one rank of a run of any size, without the others, a GPU or data: count its memory, messages and computation in a step.
+    """Run one rank of a run of any size, without the other ranks, a GPU or data: count its memory, messages and computation in a step.
 
-    The trainer's own code runs on tensors without data. The planner's prediction is shown beside each count. In a run with phases, the
-    step is one of the phase with the highest predicted memory. Exit status 2 if the rank does not fit the cluster's device.
+    The trainer's own code runs on fake tensors (shapes without values). The planner's prediction is shown beside each count. In a run with
+    phases, the step is from the phase with the highest predicted memory. Exit status 2 if the rank does not fit the cluster's device.
 
     Example:  megalith dryrun recipes/llama3.1-405b-16k.toml --world 16384 --rank 8000
     """
     if draw is not None and draw.suffix not in (".svg", ".html"):
-        raise typer.BadParameter(f"--draw {draw} is neither a picture nor a page. Use a name that ends in .svg or .html.")
+        raise typer.BadParameter(f"--draw {draw} names neither a picture nor a page. Use a name that ends in .svg or .html.")
     result = dryrun(RunRequest(run, settings or ()), world=world, rank=rank)
     if draw is not None:
         write(_drawn(result, run.stem, draw), draw, overwrite=True)
@@ -68,10 +70,10 @@ def command(
 
 
 def dryrun(request: RunRequest, *, world: int | None = None, rank: int = 0) -> DryRunReport:
-    """Count what rank `rank` of the run would hold, send and compute in a step, without the other ranks and without data.
+    """Count the memory, messages and computation of rank `rank` in a step, without the other ranks and without data.
 
-    `world` is the number of ranks there will be, to compare with the plan. Raises SpecErrors for a plan with problems and for a
-    rank that is not in the plan.
+    `world`: number of ranks that will be started, to compare with the plan. Raises SpecErrors for a plan with problems and for a rank that
+    is not in the plan.
     """
     from megalith.commands.shared import runs
     from megalith.spec import cluster
@@ -101,7 +103,7 @@ def dryrun(request: RunRequest, *, world: int | None = None, rank: int = 0) -> D
 
 
 def _drawn(result: DryRunReport, name: str, out: Path) -> str:
-    """Return the picture or the page of a dry run, by the name of the file it is for."""
+    """Return the page of a dry run if the name `out` ends in .html, else the picture."""
     from megalith.report import dryrun as report  # drawing
 
     if out.suffix == ".html":
@@ -110,7 +112,7 @@ def _drawn(result: DryRunReport, name: str, out: Path) -> str:
 
 
 def _show(result: DryRunReport) -> None:
-    """Print memory, messages and work of a dry run beside their predictions."""
+    """Print memory, messages and computation of a dry run beside their predictions."""
     from megalith.report import dryrun as tables  # drawing
     from megalith.report import units
 

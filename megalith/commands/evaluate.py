@@ -21,7 +21,7 @@ def command(
     split: Split = None,
     field: Field = "text",
     extensions: Extensions = None,
-    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens in a window. Default: the length trained with.")] = None,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens in a window. Default: the run's train.seq_len.")] = None,
     step: AtStep = None,
     own: OwnParts = None,
     as_json: Json = False,
@@ -44,7 +44,8 @@ def command(
 def evaluate(
     run_dir: Path, sources: list[str], *, reading: "Reading | None" = None, step: int | None = None, seq_len: int | None = None
 ) -> "Score":
-    """Return the loss of a run's newest weights (or those of `step`) on the documents of some sources, as `data prepare` takes them."""
+    """Return the loss of a run's newest weights (or those of `step`) on the documents of `sources`, which have the form that `data prepare`
+    accepts."""
     from megalith.data.manifest import DEFAULT_READING
     from megalith.data.sources import documents, parse_sources
     from megalith.train import evaluate as scoring  # needs torch

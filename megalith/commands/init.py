@@ -24,18 +24,18 @@ KEYS = (
     "optimizer.lr", "optimizer.schedule", "optimizer.warmup",
     "validation.every", "checkpoint.every",
 )  # fmt: skip
-"""The keys of a run file that `init` writes, in their order. Values that differ from their defaults are written as well."""
+"""The keys of a run file that `init` writes, in their order. `init` also writes other values that differ from their defaults."""
 
 FURTHER_LR = 2e-5
 """Learning rate of a run that starts from trained weights."""
 
 LOCAL_LENGTH, LOCAL_BATCH, LOCAL_STEPS = 512, 32, 1000
-"""Tokens of a sequence at most, sequences of a step, and steps of a run on this machine, by default."""
+"""Defaults of a run on this machine: maximum sequence length, sequences a step, and steps."""
 
 
 @dataclass(frozen=True)
 class InitRequest:
-    """The wishes for a new run. None: the usual value on the cluster, or on this machine without one."""
+    """The requested values of a new run. None: a default that suits the cluster, or this machine without a cluster."""
 
     model: str
     data: str = "data/tokens"
@@ -58,9 +58,9 @@ def command(
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Write a run file with the keys that matter and their meaning. On a terminal, ask for what no option gives.
+    """Write a run file with the keys that matter and their meaning. On a terminal without --model, ask for the model, cluster and data.
 
-    With --cluster, use the best layout that `megalith plan` predicts. Without it, the run is for this machine.
+    With --cluster, use the best layout that `megalith plan` predicts. Without --cluster, the run is for this machine.
 
     Example:  megalith init mine.toml --model llama3.1-8b --cluster h100:8 --data data/tokens
     """
@@ -81,8 +81,8 @@ def command(
 
 
 def init(wish: InitRequest) -> "RunSpec":
-    """Return the run that was requested: under the planner's best layout on its cluster, or split for this machine. Raises SpecErrors with
-    everything that is wrong."""
+    """Return the requested run: with the planner's best layout on its cluster, or with a plan for this machine. Raises SpecErrors with all
+    problems."""
     from megalith.planner.request import named_model
     from megalith.spec.run import RunSpec
 
@@ -154,7 +154,7 @@ def _for_this_machine(wish: InitRequest, model: "Model") -> dict[str, Any]:
 
 
 def text(spec: "RunSpec", *, by: str = "megalith init") -> str:
-    """Return a run as a file: the keys that matter and what they mean, and every value that is not its default."""
+    """Return the text of a run file: the keys that matter, with their meaning, and every value that is not its default."""
     from megalith.spec.files import telling
     from megalith.spec.toml import dotted
 
@@ -172,7 +172,7 @@ def text(spec: "RunSpec", *, by: str = "megalith init") -> str:
 
 
 def _rows(spec: "RunSpec", values: dict[str, Any]) -> list[str]:
-    """Return lines `key = value  # meaning` of one table, the meanings below each other."""
+    """Return lines `key = value # meaning` of one table, with the meanings aligned."""
     from megalith.spec.toml import literal
 
     rows = [(f"{name.partition('.')[2] or name} = {literal(value)}", _meaning(spec, name)) for name, value in values.items()]

@@ -1,4 +1,4 @@
-"""`megalith key`: make the key by which the machines of a run know each other."""
+"""`megalith key`: make the key with which the machines of a run authenticate each other."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,10 +10,13 @@ from megalith.commands.shared.output import print_json
 
 
 def command(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run folder, on storage that all its machines share.")],
+    run_dir: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR", help="The run folder, on storage that all machines of the run share.")
+    ],
     as_json: Json = False,
 ) -> int:
-    """Create a run's key, once: a file in its run folder that only you can read. Agents on several machines need one.
+    """Create a run's secret key: a file in its run folder that only you can read. Agents on several machines need it to authenticate each
+    other.
 
     An existing key is kept. MEGALITH_KEY, or the file in MEGALITH_KEY_FILE, takes precedence if it is set.
 

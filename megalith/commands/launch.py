@@ -1,4 +1,4 @@
-"""`megalith launch`: write the files that an engine needs to start a run."""
+"""`megalith launch`: write the file with which an engine (Slurm, Kubernetes, ...) starts a run."""
 
 import shlex
 import shutil
@@ -32,20 +32,20 @@ def command(
     ] = None,
     cpus_per_node: Annotated[int | None, typer.Option(min=1, help="Processors to request on each node.")] = None,
     hours: Annotated[
-        float | None, typer.Option(min=0.0, help="slurm: time limit; before it ends the run saves and queues.")
+        float | None, typer.Option(min=0.0, help="slurm: time limit; before it is reached, the run saves and is queued again.")
     ] = None,
     partition: Annotated[str | None, typer.Option(help="slurm: partition.")] = None,
     account: Annotated[str | None, typer.Option(help="slurm: account.")] = None,
     image: Annotated[str | None, typer.Option(help="k8s: container image with Megalith.")] = None,
     namespace: Annotated[str | None, typer.Option(help="k8s: namespace of the JobSet.")] = None,
     volume: Annotated[str | None, typer.Option(help="k8s: a PersistentVolumeClaim that all pods mount at /shared.")] = None,
-    workdir: Annotated[str | None, typer.Option(help="Folder on the machines; relative paths start there.")] = None,
+    workdir: Annotated[str | None, typer.Option(help="Working directory on the machines.")] = None,
     restarts: Annotated[int | None, typer.Option(min=0, help="Restarts of the whole job by the engine. Default: 20.")] = None,
-    grace: Annotated[int | None, typer.Option(min=1, help="Seconds to save before the end. Default: 300.")] = None,
+    grace: Annotated[
+        int | None, typer.Option(min=1, help="Seconds that the run gets to save before it is ended. Default: 300.")
+    ] = None,
     environment: Annotated[list[str] | None, typer.Option("--env", metavar="NAME=VALUE", help="May be repeated.")] = None,
-    show: Annotated[
-        bool, typer.Option("--print", help="Print the file instead of writing it; the default without --out.")
-    ] = False,
+    show: Annotated[bool, typer.Option("--print", help="Print the file; the default without --out.")] = False,
     out: Annotated[str | None, typer.Option(metavar="PATH", help="Write the file to this path, or into this folder.")] = None,
     submit: Annotated[
         bool, typer.Option("--submit", help="Submit the file to the engine. Without --out it is written to the run folder.")
@@ -53,7 +53,7 @@ def command(
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> int:
-    """Print the file with which an engine starts a run: a batch script, a JobSet or a job. Only --submit starts the run.
+    """Print the file with which an engine starts a run (Slurm batch script, Kubernetes JobSet, Ray job, ...). Only --submit starts the run.
 
     The run is checked first; exit status 2 if the run or its launch settings are wrong.
 
@@ -63,7 +63,7 @@ def command(
 
     one_of("--engine", engine, *ENGINES)
     if submit and engine == "torchrun":
-        raise typer.BadParameter("--submit: torchrun has no queue to submit to. Use --out, and start it on every node.")
+        raise typer.BadParameter("--submit: torchrun has no queue to submit to. Use --out, and start the file on every node.")
     options = {
         "nodes": nodes, "ranks_per_node": ranks_per_node, "gpus_per_node": gpus_per_node, "cpus_per_node": cpus_per_node,
         "hours": hours, "partition": partition, "account": account, "image": image, "namespace": namespace, "volume": volume,
@@ -84,7 +84,8 @@ def command(
 
 @dataclass(frozen=True)
 class LaunchResult:
-    """A launch with its place: `path` is None if it is not written. `submit`: the command that hands `file` to its engine."""
+    """The text of a launch file and its path, which is None if the file is not written. `submit`: the command that hands `file` to its
+    engine."""
 
     file: str
     path: Path | None
@@ -96,10 +97,10 @@ class LaunchResult:
 
 
 def launch(request: RunRequest, *, engine: str, options: Mapping[str, Any] | None = None) -> "tuple[Artefact, list[Problem]]":
-    """Return the data that an engine needs to start a run, and advice on it. `options`: see `fleet.engines.given`.
+    """Return the file with which an engine starts a run, and advice. `options`: see `fleet.engines.given`.
 
-    Raises SpecErrors with everything that is wrong with the run, or with how it is to be launched. Data that is missing here may
-    exist on the machines, so that is only advice.
+    Raises SpecErrors with all problems of the run and of the launch options. Data that is missing here may exist on the machines, so this
+    is only advice.
     """
     from megalith.commands.shared import runs
     from megalith.fleet import engines
@@ -127,21 +128,21 @@ def hand_over(command: str) -> int:
     words = shlex.split(command)
     if shutil.which(words[0]) is None:
         raise FileNotFoundError(
-            f"{words[0]} is not installed here, so nothing was submitted. Install it, or run this where it is: {command}"
+            f"{words[0]} is not installed here, so nothing was submitted. Install it, or run this on a machine that has it: {command}"
         )
     return subprocess.run(words, check=False).returncode
 
 
 def _variables(settings: list[str] | None) -> dict[str, str] | None:
-    """Return NAME=VALUE settings as a mapping, None without any. Raises a usage error for anything else."""
+    """Return NAME=VALUE settings as a mapping; None if there are none. Raises a usage error for text of another form."""
     if wrong := [text for text in settings or () if "=" not in text]:
         raise typer.BadParameter(f"--env {wrong[0]} has no value. Write --env {wrong[0]}=VALUE.")
     return {name: value for name, _, value in (text.partition("=") for text in settings)} if settings else None
 
 
 def _placed(artefact: "Artefact", out: str | None) -> LaunchResult:
-    """Return an artefact's launch when it is written to `out`, a file or a folder. Its text and its command name the file in
-    that place."""
+    """Return the launch for an artefact that is written to `out`, a file or a folder. Its text and its command then name the file at that
+    path."""
     path = None if out is None else Path(out, artefact.file if out.endswith("/") or Path(out).is_dir() else "")
     submit = artefact.submit.replace(artefact.file, str(path)) if path else artefact.submit
     return LaunchResult(artefact.file, path, artefact.text.replace(artefact.submit, submit), submit)

@@ -1,4 +1,4 @@
-"""`megalith models`: models by name."""
+"""`megalith models`: list the model presets."""
 
 from dataclasses import asdict, dataclass
 from typing import Annotated
@@ -12,13 +12,13 @@ from megalith.commands.shared.arguments import Json
 from megalith.commands.shared.output import print_json
 
 STATE_BYTES = 16
-"""Bytes a parameter that training with AdamW keeps over all ranks: fp32 weights, gradients and two moments."""
+"""Bytes of state for each parameter in training with AdamW, summed over all ranks: fp32 weights, gradients and two moments."""
 
 
 @dataclass(frozen=True)
 class ModelRow:
-    """A model that has a name. `active`: parameters that a token meets. `state_bytes`: bytes of training state over all ranks,
-    without activations."""
+    """A model preset. `active`: parameters that process each token. `state_bytes`: bytes of training state over all ranks, without
+    activations."""
 
     name: str
     family: str
@@ -34,13 +34,17 @@ class ModelRow:
 def command(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[WORD...]", help="Show only models with all these words, such as llama 8b.", show_default=False),
+        typer.Argument(
+            metavar="[WORD...]",
+            help="Show only models whose names contain all these words, such as llama 8b.",
+            show_default=False,
+        ),
     ] = None,
     as_json: Json = False,
 ) -> int:
     """List the model presets: sizes, memory of their training state, and sources.
 
-    A run file names one with [model] preset = "NAME"; `megalith plan` and `megalith init` with --model NAME.
+    Choose one with [model] preset = "NAME" in a run file, or with --model NAME for `megalith plan` and `megalith init`.
 
     Example:  megalith models llama 8b
     """
@@ -49,7 +53,7 @@ def command(
         print_json({"ok": bool(rows), "models": [asdict(row) for row in rows]})
         return 0 if rows else 1
     if not rows:
-        print(f"no model has {' '.join(words or ())!r} in its name; `megalith models` lists all")
+        print(f"no model name contains all of {' '.join(words or ())!r}; `megalith models` lists all models")
         return 1
     console = Console(highlight=False)
     console.print(_table(rows, console.width))
@@ -58,7 +62,7 @@ def command(
 
 
 def models(words: str = "") -> list[ModelRow]:
-    """Return the models that have a name; with `words`, those whose names have all of them."""
+    """Return the model presets; with `words`, only those whose names contain all of them."""
     from megalith.spec.presets import meant, presets  # specifications take 0.2 s to import
     from megalith.spec.sizes import active_parameters, count_model
 
@@ -78,7 +82,7 @@ def models(words: str = "") -> list[ModelRow]:
 
 
 def _table(rows: list[ModelRow], width: int) -> Table:
-    """Return a table of models; the source is cut so that a model takes one line of `width` columns."""
+    """Return a table of models. Sources are truncated, so that each model takes one line of `width` columns."""
     from megalith.report import units  # drawing
 
     heads = ("name", "parameters", "a token", "context", "state")

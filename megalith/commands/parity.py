@@ -1,4 +1,4 @@
-"""`megalith parity`: a run's plan, or plans drawn at random, trained beside one process and compared."""
+"""`megalith parity`: train under a run's plan, or under random plans, and compare the result with training in one process."""
 
 import json
 import sys
@@ -37,8 +37,8 @@ def command(
     """Show that a plan does not change the result: train a small model of the run's shape under the plan and in one process,
     and compare.
 
-    Compares losses, gradients, gradient norm and weights over several steps, in the run's precision. In bf16, the distance of both from
-    one process in fp32 is compared. Needs no data. Exit status 1 on any gap.
+    Compares losses, gradients, gradient norm and weights over several steps, in the run's precision. In bf16, it compares the errors of
+    both relative to one process in fp32. Needs no data. Exit status 1 on any gap.
 
     With --random, draws combinations of models, data, context, tensor, pipeline and expert parallelism, recomputation and sites, on up to 8
     ranks.
@@ -50,12 +50,14 @@ def command(
     if random is not None:
         unused = {"RUN.toml": run, "--set": settings, "--steps": steps, "--run-dir": run_dir}
         if wrong := [name for name, value in unused.items() if value is not None]:
-            raise typer.BadParameter(f"--random draws runs of its own and makes no use of {' or '.join(wrong)}. Leave one out.")
+            raise typer.BadParameter(f"--random draws its own runs and does not use {' or '.join(wrong)}. Leave one out.")
         found = _draws_with_a_bar(random, seed or 0)
     elif run is None:
-        raise typer.BadParameter("Name a run, as in `megalith parity run.toml`, or draw some: `megalith parity --random 20`.")
+        raise typer.BadParameter(
+            "Name a run, as in `megalith parity run.toml`, or draw runs at random: `megalith parity --random 20`."
+        )
     elif seed is not None:
-        raise typer.BadParameter("--seed chooses the draws of --random N; a run file has its own seed: --set train.seed=1.")
+        raise typer.BadParameter("--seed chooses the draws of --random N. For a run file, use --set train.seed=1.")
     else:
         found = parity(RunRequest(run, settings or (), run_dir), steps=steps or 3)
     if as_json:
@@ -69,8 +71,8 @@ def parity(request: RunRequest, *, steps: int = 3) -> dict[str, Any]:
     """Train a small model under the run's plan and in one process, and compare: `{"equal", "precision", "rows": [...], "model",
     "steps"}`.
 
-    Ranks are started as by `train`; their folder is the request's (default: runs/NAME-parity). The run's data is not needed.
-    Raises SpecErrors for a plan with problems, RuntimeError with the first cause when a rank fails.
+    Ranks are started as by `train`, in the folder of the request (default: runs/NAME-parity). The run's data is not needed. Raises
+    SpecErrors for a plan with problems, RuntimeError with the first cause when a rank fails.
     """
     from megalith.commands.shared import runs
     from megalith.fleet import environment
@@ -87,7 +89,7 @@ def parity(request: RunRequest, *, steps: int = 3) -> dict[str, Any]:
     with runs.own(folder, place) as owner:
         if place is not None:
             if status := runs.join(resolved, folder, place, entry, arguments, owner=owner):
-                raise RuntimeError(f"this rank ended with status {status}: see the errors of all ranks")
+                raise RuntimeError(f"this rank ended with status {status}: the errors of all ranks show the cause")
         else:
             assert owner is not None
             result.unlink(missing_ok=True)
@@ -104,11 +106,11 @@ def of_draws(
     starting: Callable[[str, int], None] = lambda name, ranks: None,
     ended: Callable[[str], None] = lambda outcome: None,
 ) -> dict[str, Any]:
-    """Prove `count` combinations of parallelisms, drawn such that soon every pair of choices occurs: `{"equal", "asked", "seed",
-    "outcomes", "cases": [...]}`.
+    """Test `count` combinations of parallelisms, drawn so that every pair of choices occurs early: `{"equal", "asked", "seed", "outcomes",
+    "cases": [...]}`.
 
-    `starting` is called with the name and ranks of each before it runs, `ended` with its outcome. The proof holds if as many are
-    equal as were asked for; ties do not count.
+    `starting` is called with the name and number of ranks of each combination before it runs, `ended` with its outcome. "equal" is True if
+    `count` combinations are equal; ties do not count.
     """
     from megalith.prove import prove
 
@@ -124,7 +126,7 @@ def of_draws(
 
 
 def _draws_with_a_bar(count: int, seed: int) -> dict[str, Any]:
-    """Prove combinations drawn at random, with a bar on stderr; without a terminal, with a line for each."""
+    """Test random combinations, with a progress bar on stderr; without a terminal, with a line for each combination."""
     done = {"equal": 0, "tie": 0, "NOT equal": 0, "failed": 0}
     with progress() as bar:
         task = bar.add_task("starting", total=count, counts="")
@@ -147,7 +149,7 @@ def _draws_with_a_bar(count: int, seed: int) -> dict[str, Any]:
 
 
 def _show(found: dict[str, Any]) -> None:
-    """Print the gaps of a run's plan."""
+    """Print the differences between the run's plan and one process."""
     table = Table("quantity", "worst gap", "limit", "where", "")
     for row in found["rows"]:
         verdict = "[green]equal[/]" if row["equal"] else "[bold red]NOT equal[/]"
@@ -162,7 +164,7 @@ def _show(found: dict[str, Any]) -> None:
 
 
 def _show_draws(found: dict[str, Any]) -> None:
-    """Print which combinations are not equal, and the verdict on all."""
+    """Print the combinations that are not equal, and the verdict on all."""
     wrong = [case for case in found["cases"] if case["outcome"] != "equal"]
     if wrong:
         Console(highlight=False).print(_table_of_gaps(wrong))
@@ -170,24 +172,24 @@ def _show_draws(found: dict[str, Any]) -> None:
     equal, ties = outcomes["equal"], outcomes["tie"]
     if ties:
         print(
-            f"{ties} tied, and {'counts' if ties == 1 else 'count'} for nothing: tokens had two experts with nearly equal scores"
+            f"{ties} tied, and {'is' if ties == 1 else 'are'} not counted: for some tokens, two experts had nearly equal scores"
         )
     if found["equal"]:
         ranks = counted(max(case["ranks"] for case in found["cases"]), "rank")
-        print(f"equal: {counted(equal, 'combination')} (seed {seed}, up to {ranks}) as in one process")
+        print(f"equal: {counted(equal, 'combination')} (seed {seed}, up to {ranks}) give the same result as one process")
     elif outcomes["NOT equal"] or outcomes["failed"]:
-        print(f"NOT equal: {equal} of {count} combinations (seed {seed}) train like one process")
+        print(f"NOT equal: {equal} of {count} combinations (seed {seed}) give the same result as one process")
     else:
-        print(f"not shown: there were {equal} combinations to compare, and {count} were asked for. Use a smaller --random.")
+        print(f"not shown: only {equal} combinations could be compared, and {count} were requested. Use a smaller --random.")
 
 
 def _table_of_gaps(cases: Sequence[dict[str, Any]]) -> Table:
-    """Return a table of the cases that are not equal, and why."""
+    """Return a table of the cases that are not equal, with the reasons."""
     table = Table("combination", "ranks", "", "why", show_lines=True)
     for case in cases:
         gaps = [f"{r['quantity']}: {r['gap']:.2g}, limit {r['limit']:g} ({r['where']})" for r in case["rows"] if not r["equal"]]
         if case["outcome"] == "tie":
-            gaps = [f"{case['tokens_tied']} tokens had experts with nearly equal scores"]
+            gaps = [f"{case['tokens_tied']} tokens had two experts with nearly equal scores"]
         why = case["error"].strip().splitlines()[-6:] or gaps
         colour = "yellow" if case["outcome"] == "tie" else "bold red"
         table.add_row(escape(case["name"]), str(case["ranks"]), f"[{colour}]{case['outcome']}[/]", escape("\n".join(why)))

@@ -42,18 +42,21 @@ def _whole(text: str, thousand: int, such: str) -> int:
 Length = Annotated[int | None, typer.Option(parser=whole, metavar="TOKENS", help="Tokens of a sequence; 8k is 8 x 1024.")]
 Batch = Annotated[int | None, typer.Option(parser=whole, metavar="SEQUENCES", help="Sequences a step.")]
 BatchTokens = Annotated[
-    str | None, typer.Option(metavar="TOKENS", help="Tokens a step, rounded to whole sequences: 16M is 16 x 2^20, 16e6 exact.")
+    str | None,
+    typer.Option(metavar="TOKENS", help="Tokens a step, rounded to whole sequences: 16M is 16 x 2^20, 16e6 is 16,000,000."),
 ]
 ComputeOptimal = Annotated[bool, typer.Option("--compute-optimal", help="Set --tokens by Chinchilla's rule: 20 a parameter.")]
 Format = Annotated[
     str | None,
     typer.Option(
-        help="bf16, fp16, fp32, fp8, mxfp8, nvfp4 or mxfp4, as the trainer computes them on these devices. Default: the run's, or bf16."
+        help="Number format of the training: bf16, fp16, fp32, fp8, mxfp8, nvfp4 or mxfp4. Default: the run's, or bf16."
     ),
 ]
 Pareto = Annotated[
     bool,
-    typer.Option("--pareto", help="Show the Pareto frontier of time, cost and memory instead, also on fewer devices."),
+    typer.Option(
+        "--pareto", help="Show the Pareto frontier of time, cost and memory instead, including layouts on fewer devices."
+    ),
 ]
 WhatIf = Annotated[
     list[str] | None,
@@ -64,7 +67,7 @@ WhatIf = Annotated[
     ),
 ]
 ForwardOnly = Annotated[
-    bool, typer.Option("--forward-only", help="Plan the prefill of long prompts instead of training; 1 sequence by default.")
+    bool, typer.Option("--forward-only", help="Plan the prefill of long prompts instead of training; default batch: 1 sequence.")
 ]
 Offload = Annotated[
     bool,
@@ -88,25 +91,27 @@ Measured = Annotated[
     list[Path] | None,
     typer.Option(
         metavar="FILE|RUN",
-        help="Rows you measured: a table (.csv, as megalith/planner/published/measurements.csv) or the folder of a finished run. "
-        "Predicted times move toward them as far as they can be trusted. May be repeated.",
+        help="Your own measurements: a table (.csv, as megalith/planner/published/measurements.csv) or the folder of a finished run. "
+        "They correct predicted times, weighted by their reliability. May be repeated.",
     ),
 ]
 Atlas = Annotated[
     bool,
     typer.Option(
-        "--atlas", help="Show a map of the best layouts instead, by model (--model A,B,...) and nodes, up to the cluster's."
+        "--atlas",
+        help="Show a map instead: the best layout for each model (--model A,B,...) and number of nodes, up to the cluster's.",
     ),
 ]
 Guide = Annotated[
     bool,
     typer.Option(
         "--guide",
-        help="Lead step by step to a plan: fit, batch, throughput, one technique at a time. Asks questions on a terminal.",
+        help="Explain the way to a plan step by step: fit, batch, throughput, one technique at a time. Asks questions on a terminal.",
     ),
 ]
 Out = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Write the best layout as a run to this file (.toml); the map (.html).")
+    Path | None,
+    typer.Option(metavar="FILE", help="Write the best layout as a run file (.toml), or with --atlas the map (.html)."),
 ]
 
 
@@ -114,17 +119,17 @@ def command(
     run: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[RUN.toml|RUN]", help="A run to plan for; with --explain also the folder of one.", show_default=False
+            metavar="[RUN.toml|RUN]", help="A run file to plan for; with --explain also a run folder.", show_default=False
         ),
     ] = None,
     settings: Settings = None,
     model: Annotated[str | None, typer.Option(help="A preset, such as llama3.1-405b.")] = None,
-    cluster: Annotated[str | None, typer.Option(help="h100:16384 and the like, or a TOML file of a cluster.")] = None,
+    cluster: Annotated[str | None, typer.Option(help="NAME:DEVICES, such as h100:16384, or a cluster file (.toml).")] = None,
     seq_len: Length = None,
     global_batch: Batch = None,
     global_batch_tokens: BatchTokens = None,
     tokens: Annotated[
-        str | None, typer.Option(help="Tokens of the whole training, such as 15T: for days, dollars and energy.")
+        str | None, typer.Option(help="Tokens of the whole training, such as 15T: shows its days, dollars and energy.")
     ] = None,
     compute_optimal: ComputeOptimal = False,
     format: Format = None,
@@ -133,7 +138,7 @@ def command(
         bool,
         typer.Option(
             "--explain",
-            help="Show what each neighbour of the best layout would cost; for a finished run, which term is slower than predicted.",
+            help="Show the cost of each layout with one choice changed; for a finished run, the term that is slower than predicted.",
         ),
     ] = False,
     pareto: Pareto = False,
@@ -151,7 +156,7 @@ def command(
 ) -> None:
     """Predict the best layouts of a model on a cluster: speed, memory, idle time, exposed communication. Options override RUN.toml.
 
-    Needs no GPU, and torch only for shapes not predicted before. Errors of the predictions: docs/planner.md.
+    Needs no GPU; needs torch only for shapes not predicted before. Errors of the predictions: docs/planner.md.
 
     Example:  megalith plan --model llama3.1-405b --cluster h100:16384 --seq-len 8192 --global-batch 2048 --tokens 15T
     """
@@ -202,7 +207,8 @@ def command(
 
 @contextmanager
 def _searching() -> Iterator[Callable[[int, int], None]]:
-    """Yield a function that shows a search on a bar. It takes the number of new parts that are traced, and of all new parts."""
+    """Yield a function that shows a search on a progress bar. Its arguments: the number of new parts traced so far, and of all new
+    parts."""
     with progress() as bar:
         task = bar.add_task("searching", total=None, counts="")
         bar.refresh()
@@ -232,7 +238,7 @@ def _show(found: "PlanResult", broken: "Sequence[Price]", *, pareto: bool) -> No
     if found.site_plans is not None:
         narrow.print("", plans.sites(found.site_plans), sep="\n")
         console.print(
-            "waits: share of each step spent waiting for the slowest site. The layouts above are those of the site of this command.",
+            "waits: share of each step spent waiting for the slowest site. The layouts above are for the site that this command trains.",
             style="dim",
         )
     if across := plans.across(found):
@@ -251,7 +257,7 @@ def _show(found: "PlanResult", broken: "Sequence[Price]", *, pareto: bool) -> No
 
 
 def _explain(run: Path, *, as_json: bool) -> None:
-    """Print a finished run's step beside its prediction, and what to try. Raises SpecErrors if the run cannot be predicted."""
+    """Print a finished run's step beside its prediction, and changes to try. Raises SpecErrors if the run cannot be predicted."""
     from megalith.planner.slowdown import slowdown
     from megalith.report import plans  # drawing
     from megalith.spec.base import AbsentError
@@ -260,7 +266,7 @@ def _explain(run: Path, *, as_json: bool) -> None:
     try:
         found = slowdown(run)
     except (OSError, ValueError, AbsentError) as error:
-        way_out = "Give the folder of a run that names its cluster and has made some steps."
+        way_out = "Give the folder of a run with `cluster` in its run file and some finished steps."
         raise SpecErrors([Problem("error", "RUN", str(run), str(error), way_out, "command line")]) from error
     if as_json:
         print_json({"ok": True} | found.to_json())
@@ -272,7 +278,7 @@ def _explain(run: Path, *, as_json: bool) -> None:
 
 
 def _walk(plan_request: "PlanRequest", measured: Sequence[Path], out: Path | None, *, overwrite: bool, as_json: bool) -> None:
-    """Print a walk to a plan, after asking for what no option gave. Raises SpecErrors where nothing fits, or the request is wrong."""
+    """Print a walk to a plan, after asking for values that no option gave. Raises SpecErrors if no layout fits, or the request is wrong."""
     from megalith.planner import measured as rows
     from megalith.planner import request, run_file
     from megalith.planner.walk import walk
@@ -280,7 +286,7 @@ def _walk(plan_request: "PlanRequest", measured: Sequence[Path], out: Path | Non
     from megalith.spec.problem import Problem, SpecErrors
 
     if plan_request.forward_only:
-        reason = "leads to a plan for training, and --forward-only asks for none"
+        reason = "leads to a plan for training, but --forward-only plans a prefill"
         raise SpecErrors([Problem("error", "--guide", None, reason, "Leave out one of them.", "command line")])
     if sys.stdin.isatty() and not as_json:
         plan_request = _interview(plan_request)
@@ -301,7 +307,7 @@ def _walk(plan_request: "PlanRequest", measured: Sequence[Path], out: Path | Non
 
 
 def _interview(plan_request: "PlanRequest") -> "PlanRequest":
-    """Ask for the model, the devices, the sequence and the tokens that no option or run file gave; an empty answer takes the default."""
+    """Ask for the model, devices, sequence length and tokens that no option or run file gave; an empty answer takes the default."""
     if plan_request.path is not None:
         return plan_request
     model = plan_request.model or typer.prompt("Model, such as llama3.1-8b or 8b (`megalith models` lists them)")

@@ -21,8 +21,8 @@ def command(
 ) -> int:
     """Train a small Llama on six novels of Jane Austen, generate text, and write a report: three minutes on two cores.
 
-    Writes below the current directory: data/quickstart and runs/quickstart. Prints each command before it runs. Run it again to resume
-    where it was stopped.
+    Writes below the current directory: data/quickstart and runs/quickstart. Prints each command before it runs. Run the command again to
+    resume after an interruption.
 
     Example:  megalith quickstart --set train.steps=600
     """
@@ -40,7 +40,7 @@ def command(
 
 
 def steps(recipe: Path, run_dir: Path, settings: "list[str] | tuple[()]" = ()) -> list[list[str]]:
-    """Return the command lines of a first run, without the program's name."""
+    """Return the arguments of each command of a first run, without the program's name."""
     tokenizer, tokens = "data/quickstart/tokenizer", "data/quickstart/tokens"
     sets = [word for setting in settings for word in ("--set", setting)]
     return [

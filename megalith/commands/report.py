@@ -1,4 +1,4 @@
-"""`megalith report`: a run's report page, from the files in its folder; of several runs, their comparison."""
+"""`megalith report`: write a run's report page from the files in its folder, or compare several runs."""
 
 import json
 import os
@@ -22,7 +22,7 @@ COMPARISON = "compare.html"
 
 def command(
     run_dirs: Annotated[
-        list[Path], typer.Argument(metavar="RUN_DIR...", help="The folder of a run; several: compare them.", show_default=False)
+        list[Path], typer.Argument(metavar="RUN_DIR...", help="A run folder; several folders are compared.", show_default=False)
     ],
     trace: Annotated[
         bool, typer.Option("--trace", help="Also write trace.json: the pipeline, predicted and measured, for ui.perfetto.dev.")
@@ -38,7 +38,7 @@ def command(
 ) -> None:
     """Summarize a run and write its report.html, from the files in its folder; also while it trains.
 
-    With several runs: compare their numbers, the keys in which they differ, and their curves over the tokens read.
+    With several runs, compare their numbers, their differing keys, and their curves over the tokens read.
 
     Example:  megalith report runs/first --trace
 
@@ -91,8 +91,8 @@ def report(run_dir: Path, *, out: Path | None = None) -> Path:
 
 
 def _compared(run_dir: Path) -> "SlowdownReport | str":
-    """Return a run's step beside its prediction, or why there is none. Runs do not record predictions, so those of any version are made
-    from spec.json."""
+    """Return a run's step beside its prediction, or the reason why there is none. Runs do not record predictions, so the prediction is made
+    now from spec.json."""
     from megalith.planner.slowdown import slowdown  # traces parts of the model that were not predicted before
     from megalith.spec.base import AbsentError
     from megalith.spec.problem import SpecErrors
@@ -106,16 +106,16 @@ def _compared(run_dir: Path) -> "SlowdownReport | str":
 
 
 def report_if_any(run_dir: Path) -> tuple[Path | None, str]:
-    """Write the report page, and return its path; if it cannot be written, None and the reason. A finished run does not fail
-    because of its report."""
+    """Write the report page, and return its path; if it cannot be written, return None and the reason. A failed report does not make the
+    run fail."""
     try:
         return report(run_dir), ""
     except Exception as error:  # whatever the events hold
-        return None, f"no report could be written: {error or type(error).__name__}"
+        return None, f"the report could not be written: {error or type(error).__name__}"
 
 
 def _folder_for_pages(run_dir: Path) -> Path:
-    """Return the run's folder, or a new temporary one where that is there and read-only."""
+    """Return the run's folder, or a new temporary one if the run's folder is read-only."""
     if not run_dir.is_dir() or os.access(run_dir, os.W_OK):
         return run_dir
     return Path(tempfile.mkdtemp(prefix="megalith-report-"))

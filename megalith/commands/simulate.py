@@ -1,4 +1,4 @@
-"""`megalith simulate`: a simulated long run on a large cluster with its faults."""
+"""`megalith simulate`: simulate a long run on a large cluster with faults."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 ScenarioRun = Annotated[
     Path | None,
     typer.Argument(
-        metavar="[RUN.toml]", help="Take the fleet table, checkpoints, state, step and cluster from this run.", show_default=False
+        metavar="[RUN.toml]",
+        help="Take [fleet], checkpoint interval, state size, step time and cluster from this run.",
+        show_default=False,
     ),
 ]
 ScenarioSettings = Annotated[
@@ -33,17 +35,21 @@ ScenarioSettings = Annotated[
         "--set", metavar="KEY=VALUE", help="Set a value of the simulation (see below), or of RUN.toml. May be repeated."
     ),
 ]
-Cluster = Annotated[str | None, typer.Option(help="h100:16384 and the like, or a TOML file of a cluster.", show_default=False)]
-Campaign = Annotated[Path | None, typer.Option(help="Folder of a campaign: replay its faults instead.", show_default=False)]
+Cluster = Annotated[
+    str | None, typer.Option(help="NAME:DEVICES, such as h100:16384, or a cluster file (.toml).", show_default=False)
+]
+Campaign = Annotated[
+    Path | None, typer.Option(help="Replay the faults of the campaign in this folder instead.", show_default=False)
+]
 Latencies = Annotated[
     Path | None,
-    typer.Option(
-        metavar="FOLDER", help="Take recovery times from the log of this campaign, or run with faults, instead of --profile."
-    ),
+    typer.Option(metavar="FOLDER", help="Take recovery times from the log of this campaign or run, instead of from --profile."),
 ]
 Days = Annotated[float | None, typer.Option(help="Length of the run. Default: 30.", show_default=False)]
-Seeds = Annotated[int, typer.Option(min=1, help="Number of simulations, each with other faults.")]
-Spares = Annotated[int | None, typer.Option(help="Spare nodes of a site. Default: one for every 128.", show_default=False)]
+Seeds = Annotated[int, typer.Option(min=1, help="Number of simulations, each with different faults.")]
+Spares = Annotated[
+    int | None, typer.Option(help="Spare nodes of each site. Default: one for every 128 nodes.", show_default=False)
+]
 CheckpointEvery = Annotated[
     float | None,
     typer.Option(
@@ -51,7 +57,8 @@ CheckpointEvery = Annotated[
     ),
 ]
 Profile = Annotated[
-    str | None, typer.Option(help="Assumed speed of recovery: cold, warm or memory. Default: warm.", show_default=False)
+    str | None,
+    typer.Option(help="Assumed recovery times: cold, warm or memory (slowest to fastest). Default: warm.", show_default=False),
 ]
 Sites = Annotated[
     int | None,
@@ -59,7 +66,7 @@ Sites = Annotated[
         help="Divide the nodes among this many sites, which merge their weights. Default: the run's.", show_default=False
     ),
 ]
-SweepOver = Annotated[str | None, typer.Option(help="Try a range: intervals (between checkpoints) or spares.")]
+SweepOver = Annotated[str | None, typer.Option(help="Simulate a range of intervals (between checkpoints) or spares.")]
 Out = Annotated[Path | None, typer.Option(help="Draw the result into this file (.svg).")]
 
 
@@ -79,30 +86,30 @@ def command(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Simulate a long run on a large cluster with the faults that such clusters have, and show where its time goes.
+    """Simulate a long run on a large cluster with typical faults, and show the use of its time.
 
-    Needs no GPU, and torch only to predict a step of RUN.toml not predicted before (or give it: --set step_seconds=12).
+    Needs no GPU; needs torch only to predict the step of a new RUN.toml (and not with --set step_seconds=12).
 
-    Keys of --set: step_seconds, state_bytes and storage (bytes/s of the store, for the time that checkpoints take), planned (stops a day),
-    merge_every, merge_seconds, grace, return_seconds, patience, decides, staleness (sites), interruptions (a device-hour), fleet.KEY as in
-    a run file, reliability.KEY as in a cluster's (repairs, idle nodes, racks, switches, lemon nodes), latencies.KEY. All of them:
-    docs/reliability.md.
+    Keys of --set: step_seconds, state_bytes and storage (bytes/s of the store, for the time that checkpoints take), planned (stops per
+    day), merge_every, merge_seconds, grace, return_seconds, patience, decides, staleness (sites), interruptions (per device-hour),
+    fleet.KEY as in a run file, reliability.KEY as in a cluster file (repairs, idle nodes, racks, switches, lemon nodes), latencies.KEY. All
+    of them: docs/reliability.md.
 
     Example:  megalith simulate --cluster h100:16384 --days 54 --profile memory --checkpoint-every 5
 
-    How often to save, beside Young's and Daly's formulas:  megalith simulate --cluster h100:16384 --profile cold --sweep intervals
+    Best checkpoint interval, beside Young's and Daly's formulas:  megalith simulate --cluster h100:16384 --profile cold --sweep intervals
 
-    How many spares pay:  megalith simulate --cluster h100:16384 --days 54 --sweep spares --out spares.svg
+    Best number of spares:  megalith simulate --cluster h100:16384 --days 54 --sweep spares --out spares.svg
 
-    A run of yours:  megalith simulate run.toml --cluster h100:1024 --set storage=2e11 --set fleet.verify_every=100
+    One of your runs:  megalith simulate run.toml --cluster h100:1024 --set storage=2e11 --set fleet.verify_every=100
 
     Racks, switches and lemon nodes:  megalith simulate --cluster clusters/h100-16k-outages.toml --set reliability.rack_outages=0.5
 
     Four sites:  megalith simulate --cluster h100:16384 --sites 4 --set merge_every=60 --set grace=10 --profile memory
 
-    Latencies that were measured:  megalith simulate --cluster h100:16384 --latencies runs/NAME-campaign
+    With measured latencies:  megalith simulate --cluster h100:16384 --latencies runs/NAME-campaign
 
-    A campaign's goodput, from its list of faults and the latencies in its log:  megalith simulate --campaign runs/NAME-campaign
+    Predict a campaign's goodput from its faults and its measured latencies:  megalith simulate --campaign runs/NAME-campaign
     """
     given = {
         "days": days, "fleet.spares": spares, "checkpoint_every": checkpoint_every, "profile": profile, "sites": sites,
@@ -114,7 +121,7 @@ def command(
         _replay(campaign, latencies, as_json=as_json)
         return
     if run is None and cluster is None:
-        raise typer.BadParameter("Give --cluster, a RUN.toml that names one, or --campaign to replay one.")
+        raise typer.BadParameter("Give --cluster, a RUN.toml that names a cluster, or --campaign to replay a campaign.")
     if sweep is not None:
         one_of("--sweep", sweep, "intervals", "spares")
     if out is not None and out.suffix != ".svg":
@@ -130,7 +137,7 @@ def _option(key: str) -> str:
 
 
 def _only_campaign(others: Sequence[str]) -> None:
-    """Raise a usage error if there are other options beside --campaign."""
+    """Raise a usage error if options that --campaign does not use are given."""
     if others:
         raise typer.BadParameter(f"--campaign replays a campaign unchanged. Leave out {', '.join(others)}, or --campaign.")
 
@@ -156,21 +163,21 @@ def _play(prepared: "PreparedSimulation", over: str | None, *, seeds: int, out: 
 
 @contextmanager
 def _bar(total: int) -> Iterator[Callable[[], None]]:
-    """Give a function that moves a bar of `total` simulated runs on by one."""
+    """Yield a function that advances a progress bar over `total` simulated runs by one."""
     with progress() as bar:
         task = bar.add_task("simulating", total=total, counts="lives")
         yield lambda: bar.update(task, advance=1, refresh=True)
 
 
 def prepare(wanted: "SimulationRequest") -> "PreparedSimulation":
-    """Return the scenario that is wanted. Raises SpecErrors with everything that is wrong with the settings."""
+    """Return the requested scenario. Raises SpecErrors with all problems of the settings."""
     from megalith.rehearse import prepare as words
 
     return words.prepare(wanted, state_bytes=_state_bytes, step_seconds=_step_seconds)
 
 
 def _state_bytes(run: "RunSpec") -> float | None:
-    """Return the bytes of a checkpoint, or None if the sizes do not make a model."""
+    """Return the bytes of a checkpoint, or None if the model's sizes are invalid."""
     from megalith.check import Case
     from megalith.spec.sizes import count_model
     from megalith.spec.state import MASTER, bytes_each
@@ -182,7 +189,7 @@ def _state_bytes(run: "RunSpec") -> float | None:
 
 
 def _step_seconds(run: Path, overrides: Sequence[str], cluster: str) -> float | None:
-    """Return a step as `megalith plan` predicts it; None where the cluster cannot be predicted, or the plan leaves some of it idle."""
+    """Return the predicted seconds of a step; None if the cluster cannot be predicted, or the plan leaves some devices idle."""
     from megalith.planner import plan_result, request  # the planner takes long to import
     from megalith.spec.problem import SpecErrors
 
@@ -199,7 +206,7 @@ def _step_seconds(run: Path, overrides: Sequence[str], cluster: str) -> float | 
 class SweepResult:
     """Simulations of one scenario over a range of "intervals" (seconds between checkpoints) or "spares" (nodes).
 
-    `known`: values that have a name, such as the interval that Young's formula gives. They are among those that were tried.
+    `known`: values with a name, such as the interval by Young's formula. They are also in `tried`.
     """
 
     plan: "Scenario"
@@ -209,20 +216,20 @@ class SweepResult:
 
     @property
     def best(self) -> "SweepPoint":
-        """The interval with the best goodput, or the number of spares with the best goodput over all devices paid for."""
+        """The interval with the best goodput, or the number of spares with the best goodput over all devices, spares included."""
         return max(self.tried, key=lambda one: one.goodput if self.what == "intervals" else one.per_device)
 
     @property
     def scale(self) -> tuple[int, str]:
-        """The unit that people read, and its name."""
+        """The unit in which values are shown, and its name."""
         return (60, "minutes between checkpoints") if self.what == "intervals" else (1, "spare nodes")
 
     def names(self, one: "SweepPoint") -> list[str]:
-        """Return the name of a value: "best", or the author of the formula that gives it."""
+        """Return the names of a value: "best", and the authors of formulas that give it."""
         return ["best"] * (one is self.best) + [name for name, value in self.known.items() if value == one.value]
 
     def as_json(self) -> dict[str, Any]:
-        """Return what was tried, for programs. Known intervals are in seconds, and null where nothing breaks or saving costs nothing."""
+        """Return the results as JSON. Known intervals are in seconds, or null if there are no faults or checkpoints take no time."""
         found = {"sweep": self.what, "tried": [asdict(one) for one in self.tried], "best": asdict(self.best)}
         if self.what == "intervals":
             found |= {name.lower(): self.known.get(name) for name in ("Young", "Daly")}
@@ -230,7 +237,8 @@ class SweepResult:
 
 
 def known_intervals(plan: "Scenario") -> dict[str, float]:
-    """Return the best seconds between checkpoints by Young's and by Daly's formula; none where nothing breaks or saving costs nothing."""
+    """Return the best seconds between checkpoints by Young's and Daly's formulas; empty if there are no faults or checkpoints take no
+    time."""
     from megalith.rehearse import closed_form
 
     stall = plan.latencies.stall["store"]
@@ -240,7 +248,7 @@ def known_intervals(plan: "Scenario") -> dict[str, float]:
 
 
 def sweep_values(plan: "Scenario", what: str) -> list[float]:
-    """Return the "intervals" or "spares" that a sweep tries, the scenario's own and those of the formulas among them."""
+    """Return the "intervals" or "spares" that a sweep tries, including the scenario's own value and those of the formulas."""
     if what == "intervals":
         rounded = {60.0 * minutes for minutes in (1, 2, 5, 10, 20, 30, 60, 120)}
         return sorted({plan.store_every, *known_intervals(plan).values(), *rounded})
@@ -273,7 +281,7 @@ def _picture(found: "SimulationResult | SweepResult") -> str:
 
 
 def _setting(plan: "Scenario", seeds: int, *, besides: str = "") -> str:
-    """Describe the simulated setting in one line; `besides` is the setting that a sweep tries."""
+    """Describe the scenario in one line, without `besides`, the setting that a sweep varies."""
     sites = f"{plan.sites} sites, each of " if plan.sites > 1 else ""
     spares = "" if besides == "spares" else f" and {counted(plan.fleet.spares, 'spare')}"
     store = "" if besides == "intervals" else f", a checkpoint every {plan.store_every / 60:.3g} minutes"
@@ -299,7 +307,7 @@ def _show_simulated(found: "SimulationResult") -> None:
     print(_sum("restart", found.means(lambda life: life.restarts)))
     stops, ended = found.mean(lambda life: life.stops), found.mean(lambda life: life.ended)
     print(
-        f"{stops:,.1f} stops for a person; {ended:,.1f} ends for lack of nodes (status 71), after which the same command is started again"
+        f"{stops:,.1f} stops until a person acted; {ended:,.1f} ends for lack of nodes (status 71), after which the command was restarted"
     )
     if plan.sites > 1:
         merges, left, anew = (
@@ -340,26 +348,27 @@ def _show_swept(found: SweepResult, seeds: int) -> None:
 
 
 def _show_formulas(found: SweepResult) -> None:
-    """Print Young's and Daly's intervals beside the best of those that were tried."""
+    """Print Young's and Daly's intervals beside the best simulated one."""
     plan, (unit, _) = found.plan, found.scale
     if not found.known:
-        print("Young's and Daly's formulas give no interval: nothing breaks, or checkpoints cost nothing.")
+        print("Young's and Daly's formulas give no interval: there are no faults, or checkpoints take no time.")
         return
     formulas = ", ".join(f"{name} {value / unit:.3g}" for name, value in found.known.items())
     print(
-        f"minutes between checkpoints: best of these {found.best.value / unit:.3g}, {formulas}, for a fault every "
-        f"{plan.mtbf / 3600:.3g} hours and {plan.latencies.stall['store']:.3g} s that work stops for a checkpoint"
+        f"minutes between checkpoints: best of these {found.best.value / unit:.3g}, {formulas}, with a fault every "
+        f"{plan.mtbf / 3600:.3g} hours and {plan.latencies.stall['store']:.3g} s of pause for each checkpoint"
     )
     if plan.fleet.tiers != ("store",):
         print(
-            "Both formulas assume that every fault goes back to a checkpoint. Here copies in memory and on disks are "
+            "Both formulas assume that after every fault the run goes back to a checkpoint. Here copies in memory and on disks are "
             "used first, so checkpoints may be rarer; "
             "--set fleet.memory_every=0 --set fleet.disk_every=0 leaves these out."
         )
 
 
 def _replay(folder: Path, like: Path | None, *, as_json: bool) -> None:
-    """Replay a campaign's list of faults, with the latencies of its own log or of the campaign `like`, and print both."""
+    """Replay a campaign's list of faults, with the latencies of its own log or of the campaign `like`, and print the campaign and the
+    replay."""
     from megalith.rehearse import replay
 
     found = replay.replay(folder, like=like)

@@ -24,16 +24,18 @@ if TYPE_CHECKING:
     from megalith.spec.run import RunSpec
 
 
-Profile = Annotated[str | None, typer.Option(metavar="A:B", help="Trace steps A to B-1 with torch.profiler; the first is 1.")]
+Profile = Annotated[
+    str | None, typer.Option(metavar="A:B", help="Trace steps A to B-1 with torch.profiler; the first step is 1.")
+]
 
 
 @dataclass(frozen=True)
 class TrainResult:
     """How a training run ended. `code` is the exit status (`fleet.exit_codes`), `message` a summary for the user.
 
-    `report` is None if none could be written. Ranks other than the first have no report and no message. `unshown`: sentences
-    about output that failed without ending the run. `left`: sentences about copies of the state that stay on this machine.
-    `raised`: the first exception of the function that gets each event.
+    `report`: path of the report page, None if it could not be written. Ranks other than 0 have no report and no message. `unshown`:
+    sentences about output that failed without ending the run. `left`: sentences about copies of the state that stay on this machine.
+    `raised`: the first exception that `on_event` raised.
     """
 
     run_dir: Path
@@ -51,22 +53,22 @@ def command(
     run_dir: Annotated[Path | None, typer.Option(help="Run folder; an existing run is resumed. Default: runs/NAME.")] = None,
     profile: Profile = None,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Also serve the live page of the run, from a separate process: see megalith watch.")
+        bool, typer.Option("--watch", help="Also serve the live page of the run (see megalith watch), from a separate process.")
     ] = False,
     branch: Annotated[
         Path | None,
         typer.Option(
             metavar="CHECKPOINT",
-            help="Begin with the whole state of another run's checkpoint, and decay the learning rate; needs --decay.",
+            help="Branch: begin with the whole state of another run's checkpoint, and decay the learning rate; needs --decay.",
         ),
     ] = None,
     decay: Annotated[
         int | None,
-        typer.Option(min=1, metavar="UPDATES", help="Updates over which a branch's learning rate falls to its lowest."),
+        typer.Option(min=1, metavar="UPDATES", help="Updates over which a branch's learning rate decays to its minimum."),
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Train, or resume: the same command continues from the newest checkpoint.
+    """Train a run, or resume it: the same command continues from the newest checkpoint.
 
     Starts the ranks of this machine itself; under torchrun or srun this process is one of the ranks.
 
@@ -80,7 +82,7 @@ def command(
     """
     own = settings or ()
     if (branch is None) != (decay is None):
-        raise typer.BadParameter("--branch CHECKPOINT and --decay UPDATES go together: from where, and over how many updates.")
+        raise typer.BadParameter("--branch CHECKPOINT and --decay UPDATES must be given together.")
     if branch is not None and decay is not None:
         from megalith.commands.branch import settings as of_branch  # specifications take 0.2 s to import
 
@@ -120,7 +122,7 @@ def _summarize(trained: TrainResult, page: Path, console: Console) -> None:
         try:
             console.print(tables.summary(trained.run_dir))
         except Exception as error:  # whatever the events hold: the run's exit status is its own
-            print(f"no summary could be made: {error or type(error).__name__}", file=sys.stderr)
+            print(f"the run could not be summarized: {error or type(error).__name__}", file=sys.stderr)
     print(f"report: {page}")
 
 
@@ -132,12 +134,12 @@ def train(
     watch: bool = False,
     on_event: "Callable[[Event], None] | None" = None,
 ) -> TrainResult:
-    """Train what a run file describes, or resume the run that its folder holds.
+    """Train the run of a run file, or resume it from its folder.
 
-    Under torchrun or Slurm this process becomes its rank. Otherwise the ranks are started on this machine, and `console` shows their
+    Under torchrun or Slurm this process becomes one of the ranks. Otherwise the ranks are started on this machine, `console` shows their
     progress, and `on_event` gets each event soon after it is logged. `profile` = "A:B" traces steps A to B - 1 with torch.profiler.
-    `watch`: serve the live page too.
-    Raises SpecErrors before anything starts, and InUseError before anything is written, if another process owns the run folder.
+    `watch`: also serve the live page. Raises SpecErrors before anything starts, and InUseError before anything is written, if another
+    process owns the run folder.
     """
     from megalith.check import all_ranks
     from megalith.commands.shared import runs, siblings
@@ -179,8 +181,8 @@ def _followed(
     watch: bool,
     on_event: "Callable[[Event], None] | None",
 ) -> TrainResult:
-    """Train in the run folder that this process owns, while `console` shows how far it is, and the live page if it is to be served. `look`
-    is called often where this process starts the ranks, and ends them if it raises an error."""
+    """Train in the run folder that this process owns. `console` shows the progress; with `watch`, so does the live page. If this process
+    starts the ranks, it calls `look` often; an exception in `look` ends the ranks."""
     from megalith.commands.shared import runs
 
     folder = owner.run_dir
@@ -212,9 +214,9 @@ def followed(
     watch: bool = False,
     on_event: "Callable[[Event], None] | None" = None,
 ) -> "Iterator[tuple[LiveLine, Callable[[], None]]]":
-    """Show a run's progress on `console`, and give its log to its watchers: alerts, other tools, with `watch` the live page.
+    """Show a run's progress on `console`, and feed its log to alerts, other tools and, with `watch`, the live page.
 
-    Yields the live line, and a function to call often while the run trains. `errors`: show the errors that ranks log.
+    Yields the live line, and a function that must be called often while the run trains. `errors`: show the errors that ranks log.
     """
     from megalith.report.live import LiveLine  # drawing, for the one process that people watch
     from megalith.watch.helpers import WatchHelpers
@@ -232,7 +234,7 @@ def followed(
 
 
 def ended(folder: Path, code: int, message: str, live_line: "LiveLine") -> TrainResult:
-    """Write the report, and return how the training that `live_line` has shown ended."""
+    """Write the report, and return how the training ended."""
     from megalith.commands import clean, report
     from megalith.fleet.exit_codes import ORDERLY
 
@@ -254,7 +256,7 @@ def show(trained: TrainResult, *, as_json: bool) -> None:
 
 
 def _numbers(run_dir: Path) -> dict[str, Any]:
-    """Return the run's results in numbers; empty if its events cannot be read, which does not change the exit status."""
+    """Return the run's results in numbers. If its events cannot be read, return the error; the exit status stays the same."""
     from megalith.report import summary  # drawing
 
     try:
@@ -264,10 +266,12 @@ def _numbers(run_dir: Path) -> dict[str, Any]:
 
 
 def _steps(text: str | None) -> str | None:
-    """Return a range of steps, A:B. Raises a usage error for anything else."""
+    """Return a range of steps, A:B, unchanged. Raises a usage error for text of another form."""
     first, _, last = (text or "1:2").partition(":")
     if not (first.isdecimal() and last.isdecimal() and 0 < int(first) < int(last)):
-        raise typer.BadParameter(f"{text!r} is not a range of steps. Write --profile 10:13 for steps 10 to 12; the first is 1.")
+        raise typer.BadParameter(
+            f"{text!r} is not a range of steps. Write --profile 10:13 for steps 10 to 12; the first step is 1."
+        )
     return text
 
 

@@ -1,4 +1,4 @@
-"""`megalith watch`: the live page of runs, in a browser of this machine, as a file, or as JSON."""
+"""`megalith watch`: show runs on a live page in a browser of this machine; write the page to a file, or its data as JSON."""
 
 import contextlib
 import os
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 
 NOTICED = 0.5
-"""Seconds until a signal is noticed at the latest. Any thread may receive one from the system, and then the main thread keeps
-sleeping."""
+"""Maximum seconds until a signal is handled. If another thread receives the signal, the main thread is not woken from its sleep."""
 YIELDS = 10
 """Niceness of the process that watches, so that ranks on the same processors take precedence."""
 
@@ -29,24 +28,26 @@ def command(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Folders of runs.", show_default=False)],
     port: Annotated[int, typer.Option(help="Port on 127.0.0.1. Default: a free one.")] = 0,
     act: Annotated[
-        bool, typer.Option("--act", help="Also print an address that accepts orders: save now, stop, take a node out.")
+        bool,
+        typer.Option("--act", help="Also print an address whose page can control the run: save now, stop, quarantine a node."),
     ] = False,
     alerts: Annotated[
         Path | None,
         typer.Option(
             metavar="RUN.toml",
-            help="Also send the alerts of this run file. `megalith train` sends them by itself.",
+            help="Also send alerts, as this run file defines them. `megalith train` sends its alerts by itself.",
             allow_dash=True,
         ),
     ] = None,
     law: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="RUN_DIR", help="Draw the loss beside a scaling law fitted to this run and the other ones that --law names."
+            metavar="RUN_DIR",
+            help="Draw the loss beside a scaling law that is fitted to the runs that --law names. May be repeated.",
         ),
     ] = None,
     page: Annotated[
-        bool, typer.Option("--page/--no-page", help="With --no-page: send alerts alone, until all runs have ended.")
+        bool, typer.Option("--page/--no-page", help="With --no-page: only send alerts, until all runs have ended.")
     ] = True,
     out: Annotated[Path | None, typer.Option(help="Write the page as it is now to this file, and end.")] = None,
     as_json: Annotated[
@@ -54,13 +55,12 @@ def command(
     ] = None,
     ask: Annotated[
         list[str] | None,
-        typer.Option("--ask", metavar="KEY=VALUE", help="Parameter of the panel, such as row=memory. May be repeated."),
+        typer.Option("--ask", metavar="KEY=VALUE", help="Parameter of the panel of --json, such as row=memory. May be repeated."),
     ] = None,
 ) -> None:
     """Show runs live on one page: their health, predictions and measurements, every rank, and slow ranks.
 
-    Works on a run that trains, here or on another machine, and on one that has ended. Whoever has the printed address can see the
-    page.
+    Works on runs in progress, here or on another machine, and on finished runs. Whoever has the printed address can see the page.
 
     Example:  megalith watch runs/first runs/second
 
@@ -93,7 +93,7 @@ def command(
 
 
 def _at_once(sources: "list[Source]", panel: str | None, out: Path | None, asked: dict[str, str]) -> None:
-    """Read all there is, then write the page or print the panel of each run."""
+    """Read all logs to their end, then write the page or print the panel of each run."""
     from megalith.watch import panels, server
 
     for source in sources:
@@ -109,7 +109,7 @@ def _at_once(sources: "list[Source]", panel: str | None, out: Path | None, asked
 
 
 def _law(runs: Sequence[Path]) -> "ScalingLaw":
-    """Return the scaling law of runs. Raises ValueError if they do not suffice for one."""
+    """Return the scaling law fitted to runs. Raises ValueError if there are too few runs or steps."""
     from megalith.watch.scaling_law import of_runs
     from megalith.watch.source import Source
 
@@ -122,18 +122,20 @@ def _law(runs: Sequence[Path]) -> "ScalingLaw":
 
 
 def _order(source: "Source", wanted: Mapping[str, Any]) -> str:
-    """Write an order of a page into the run's folder. Raises ValueError for an order that nothing would carry out."""
+    """Write a user's order from the page into the run's folder. Raises ValueError if the run has no controller that would carry it out."""
     from megalith.control import orders
 
     if source.setting("fleet", "recover") is False:
-        raise ValueError("With fleet.recover = false no controller takes orders. Send SIGTERM to the command to save and stop.")
+        raise ValueError(
+            "With fleet.recover = false the run has no controller to take orders. Send SIGTERM to the command to save and stop."
+        )
     orders.write(source.run_dir, str(wanted["what"]), str(wanted.get("node", "")))
     return "Ordered. The run's controller reads the order within a second while steps run, and logs it under incidents."
 
 
 def _rules(file: Path) -> "AlertsSpec":
-    """Return the alerts of a run file; from "-", as the training command passes them on. Those that a run folder holds are not taken: its
-    files may be anybody's, and alerts run commands. Raises ValueError where the file asks for none."""
+    """Return the [alerts] table of a run file; for "-", read it from standard input, as the training command passes it on. The copy in the
+    run folder is not used: somebody else may have written it, and alerts run commands. Raises ValueError if the file defines no alerts."""
     from megalith.spec.alerts import AlertsSpec
     from megalith.spec.files import load
 
@@ -149,7 +151,7 @@ def _rules(file: Path) -> "AlertsSpec":
 
 
 def _follow(sources: "list[Source]", rules: "AlertsSpec", *, told: bool) -> None:
-    """Send alerts until all runs have ended, or the training command has; or until Ctrl-C or SIGTERM."""
+    """Send alerts until all runs or the training command have ended, or until Ctrl-C or SIGTERM."""
     from megalith.watch import follower
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -170,9 +172,9 @@ def _serve(sources: "list[Source]", port: int, *, act: bool, rules: "AlertsSpec 
     ):
         server.start()
         print(f"watching {', '.join(source.name for source in sources)}: {server.address}", flush=True)
-        print("Whoever has this address can see the page. From another machine, run first: ssh -L "
-              f"{server.port}:127.0.0.1:{server.port} this-one. Ctrl-C ends the page, not the run.", flush=True)  # fmt: skip
+        print("Whoever has this address can see the page. To see it from another machine, first run there: ssh -L "
+              f"{server.port}:127.0.0.1:{server.port} this-one. Ctrl-C stops the page, not the run.", flush=True)  # fmt: skip
         if act:
-            print(f"anybody who has this link may also give orders: {server.acting_address}", flush=True)
+            print(f"whoever has this address can also control the run: {server.acting_address}", flush=True)
         while True:
             time.sleep(NOTICED)

@@ -1,7 +1,7 @@
-"""The files of a source: which are read, which are left out and why, and how a file is opened.
+"""The files of a source: selects the files to read, gives reasons for the others, and opens files.
 
-A folder's files are found in the order of their names. Hidden entries, links and special files are skipped silently. Binary
-files, and files with the same bytes as an earlier one, are listed but not read.
+A folder's files are found in the order of their names. Hidden entries, links and special files are skipped silently. Binary files, and
+files with the same bytes as an earlier one, are counted and named but not read.
 """
 
 import bz2
@@ -26,11 +26,11 @@ JSON_LINES = (".jsonl", ".ndjson")
 COMPRESSED = (".xz", ".gz", ".bz2", ".zst")
 PARQUET = ".parquet"
 KINDS_READ = (
-    f"Megalith reads JSON lines ({', '.join(JSON_LINES)}) and UTF-8 text of any other name, "
+    f"Megalith reads JSON lines ({', '.join(JSON_LINES)}) and UTF-8 text under any other name, "
     f"plain or compressed ({', '.join(COMPRESSED)}), and Parquet ({PARQUET}, with the extra `parquet`)."
 )
 HEAD = 8192
-"""Bytes of a file in which a zero byte makes it binary, as for git."""
+"""A file counts as binary if one of its first HEAD bytes is zero, as in git."""
 
 BINARY, NO_PARQUET, COPY, HIDDEN, LINK, SPECIAL, ENDING = (
     "binary",
@@ -51,8 +51,8 @@ _BINARY = (*_TABLES, ".pdf", ".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4", ".br
 
 @dataclass(frozen=True)
 class SourceFiles:
-    """The files of a source in order; the files that are not read, with the reason; and the entries that the search
-    skipped."""
+    """The files of a source in order; the files among them that are not read, with reasons; the entries that the search skipped, with
+    reasons."""
 
     root: Path
     files: tuple[Path, ...]
@@ -60,7 +60,7 @@ class SourceFiles:
     passed: Mapping[Path, str]
 
     def left_out(self) -> tuple[SkippedFiles, ...]:
-        """The files left out, by reason, for the manifest."""
+        """Return all files left out, grouped by reason, for the manifest."""
         reasons: dict[str, list[Path]] = {}
         for path, reason in sorted({**self.unread, **self.passed}.items()):
             reasons.setdefault(reason, []).append(path.relative_to(self.root))
@@ -68,8 +68,8 @@ class SourceFiles:
 
 
 def find(root: Path, reading: Reading) -> SourceFiles:
-    """The files of a source. Raises DataError for a file of a kind that is not read, a folder without a file that is read, and a folder
-    in it that cannot be listed."""
+    """Find the files of a source. Raises DataError for a file in a format that Megalith does not read, a folder without readable files, and
+    a subfolder that cannot be listed."""
     if not root.is_dir():
         if is_named_binary(root) and not (is_parquet(root) and reads_parquet()):
             raise unreadable_kind(root)
@@ -89,12 +89,14 @@ def find(root: Path, reading: Reading) -> SourceFiles:
 
 def _nothing_read(found: SourceFiles) -> DataError:
     left = found.left_out()
-    reason = f"{found.root} holds no file that is read" + (f": left out are {'; '.join(map(str, left))}" if left else "")
+    reason = f"{found.root} holds no file that Megalith can read" + (
+        f"; left out are {'; '.join(map(str, left))}" if left else ""
+    )
     return DataError(reason, f"{KINDS_READ} {_conversion(next(iter(found.unread), found.root))}")
 
 
 def files(root: Path, reading: Reading) -> Iterator[Path]:
-    """Yield the regular files of a source in order, text or not. A source that is one file yields itself."""
+    """Yield the regular files of a source in order, including binary ones. A source that is a file yields this file."""
     if root.is_dir():
         yield from (path for path, reason in _walk(root, reading) if not reason)
     else:
@@ -134,19 +136,19 @@ def _refuse_unlisted(error: OSError) -> None:
 
 
 def refuse_special(path: Path) -> None:
-    """Raises DataError for a pipe, a socket or a device: opening it may wait for ever."""
+    """Raise DataError for a pipe, a socket or a device, because opening it may block forever."""
     mode = path.stat().st_mode
     if stat.S_ISDIR(mode) or stat.S_ISREG(mode):
         return
     what = "a pipe, as the shell's <(...) is" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
     raise DataError(
-        f"The source {str(path)!r} is {what}; only files and folders are sources, as each is read twice, once for its digest",
-        "Write the text to a file, such as text.jsonl, and give that.",
+        f"The source {str(path)!r} is {what}; only files and folders can be sources, because each is read twice, once for its digest",
+        "Write the text to a file, such as text.jsonl, and name that file.",
     )
 
 
 def is_binary(path: Path, head: bytes) -> bool:
-    """True if a file in a folder is not text, judged by its ending or its first unpacked bytes."""
+    """True if a file in a folder is not text, judging by its ending or its first unpacked bytes."""
     return is_named_binary(path) or b"\0" in head
 
 
@@ -156,24 +158,23 @@ def is_named_binary(path: Path) -> bool:
 
 
 def is_json_lines(path: Path, *, in_folder: bool) -> bool:
-    """True if each line of a file is an object; among a folder's files, .json is configuration."""
+    """True if a file is JSON lines, judging by its ending. In folders .json files do not count, because they are usually configuration."""
     endings = JSON_LINES if in_folder else (*JSON_LINES, ".json")
     return path.name.removesuffix(ending(path, COMPRESSED)).endswith(endings)
 
 
 def is_parquet(path: Path) -> bool:
-    """True if a file is a Parquet table by its ending. Its pages are compressed inside; a table that is compressed as a whole is
-    not read."""
+    """True if a file is a Parquet table, judging by its ending. A Parquet file that is itself compressed (.parquet.gz) is not read."""
     return path.name.lower().endswith(PARQUET)
 
 
 def reads_parquet() -> bool:
-    """True if the package pyarrow is installed, which the extra `parquet` brings."""
+    """True if pyarrow is installed, which is part of the extra `parquet`."""
     return find_spec("pyarrow") is not None
 
 
 def _unread(path: Path) -> str:
-    """The reason why a file in a folder is not read; empty if it is."""
+    """Return the reason why a file in a folder is not read; empty if it is read."""
     if is_parquet(path):
         return "" if reads_parquet() else NO_PARQUET
     if is_named_binary(path):
@@ -187,16 +188,16 @@ def _unread(path: Path) -> str:
 def unreadable_kind(path: Path) -> DataError:
     """The error for a file that is not text."""
     if is_parquet(path):
-        return DataError(f"{path} is Parquet, and the package pyarrow is not installed", _conversion(path))
-    return DataError(f"{path} is not text: {_ending_of(path)} files are not read", f"{KINDS_READ} {_conversion(path)}")
+        return DataError(f"{path} is Parquet, but the package pyarrow is not installed", _conversion(path))
+    return DataError(f"{path} is not text: Megalith does not read {_ending_of(path)} files", f"{KINDS_READ} {_conversion(path)}")
 
 
 def _conversion(path: Path) -> str:
     if is_parquet(path):
         target = f"{path.stem}.jsonl"
         call = f"pandas.read_parquet({path.name!r}).to_json({target!r}, orient='records', lines=True)"
-        return f"Install the extra `parquet` (pip install pyarrow), or convert it elsewhere: {call}."
-    return "Convert what it holds to one of these, or leave the source out."
+        return f"Install the extra `parquet` (pip install pyarrow), or convert the file on another machine: {call}."
+    return "Convert the file to one of these formats, or leave the source out."
 
 
 def _left_out(reason: str, paths: list[Path]) -> SkippedFiles:
@@ -206,7 +207,7 @@ def _left_out(reason: str, paths: list[Path]) -> SkippedFiles:
 
 
 def _printable(path: Path) -> str:
-    """A name that is not UTF-8 could not be written to the manifest."""
+    """Return a path as text, with bytes that are not UTF-8 escaped, as the manifest needs."""
     return path.as_posix().encode("utf-8", "backslashreplace").decode()
 
 
@@ -217,14 +218,14 @@ def _ending_of(path: Path) -> str:
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """Yield a file's bytes as stored on disk, and unpacked. Raises DataError for damage found while the block reads them."""
+    """Yield two streams of a file: the bytes on disk, and the unpacked bytes. If the block finds damage while reading, raises DataError."""
     try:
         with path.open("rb") as raw, _unpacked(raw, path) as stream:
             yield raw, stream
     except Exception as error:  # five libraries unpack, with no common error
         if not _is_damage(error):
             raise
-        raise DataError(f"{path} does not unpack: {error}. Copy or download it again.") from error
+        raise DataError(f"{path} cannot be unpacked: {error}. Copy or download it again.") from error
 
 
 def _unpacked(raw: IO[bytes], path: Path) -> IO[bytes]:

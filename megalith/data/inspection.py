@@ -1,4 +1,4 @@
-"""Inspection of a prepared folder: its contents, and whether it has changed since it was prepared."""
+"""Inspection of a prepared folder: its contents, and changes since it was prepared."""
 
 import contextlib
 from pathlib import Path
@@ -30,12 +30,12 @@ _SAMPLE_TOKENS = 60
 
 
 def inspect(folder: Path | str, *, samples: int = 3) -> dict[str, Any]:
-    """Counts by domain and split, tokens a document, UTF-8 bytes a token, and how `samples` documents of each begin.
+    """Return, for each domain and split, counts, document lengths, UTF-8 bytes a token, and the beginnings of `samples` documents.
 
     `{"folder", "manifest_sha256", "tokenizer": {...}, "sources": [...], "options": {...}, "domains": {name: {"share", "train",
-    "validation"}}}`, and a split is `{"tokens", "documents", "shards", "bytes", "bytes_per_token", "document_tokens": {"min",
-    "p10", "median", "p90", "max"}, "samples": [text]}`; "share" is the domain's part of all training tokens. Quantiles are over
-    at most a million evenly spaced documents. Raises DataError when the folder is not prepared data, or a file is not whole.
+    "validation"}}}`, and a split is `{"tokens", "documents", "shards", "bytes", "bytes_per_token", "document_tokens": {"min", "p10",
+    "median", "p90", "max"}, "samples": [text]}`; "share" is the domain's part of all training tokens. Quantiles are over at most a million
+    evenly spaced documents. Raises DataError if the folder is not prepared data, or a file has the wrong size.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
@@ -76,9 +76,9 @@ def _describe(reader: SplitReader, split: Split, tokenizer: Tokenizer, samples: 
 
 
 def verify(folder: Path | str, *, progress: bool = False) -> Manifest:
-    """Read every shard again and compare its sha256 with the manifest's. Raises DataError naming every file that differs.
+    """Read every shard again and compare its sha256 with the manifest's. Raises DataError that names every file that differs.
 
-    Checksums for reading are compared with the shards once these are verified, and written if they are missing.
+    Then the checksum files (.sum) are compared with the verified shards; missing ones are written.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
@@ -93,22 +93,22 @@ def verify(folder: Path | str, *, progress: bool = False) -> Manifest:
             found = file_digest(folder / name, lambda count: shown.advance(bar, count))
             if found != digest:
                 problems[name] = (
-                    f"{folder / name} has sha256 {found}, {FILE} says {digest}. Copy it back, or prepare the data again."
+                    f"{folder / name} has sha256 {found}, but {FILE} has {digest}. Restore the file from a copy, or prepare the data again."
                 )
         shown.finish(bar)
     for shard in manifest.shards():
         if shard.file not in problems and not _has_right_sums(folder, shard):
             name = sums_file(shard)
             problems[name] = (
-                f"{folder / name} does not match its shard. Remove it: the next `megalith data verify` writes it again."
+                f"{folder / name} does not match its shard. Remove it; the next `megalith data verify` writes it again."
             )
     if problems:
-        raise DataError.of(list(problems.values()), title=f"{folder} is not as it was prepared")
+        raise DataError.of(list(problems.values()), title=f"{folder} has changed since it was prepared")
     return manifest
 
 
 def _has_right_sums(folder: Path, shard: Shard) -> bool:
-    """True if a shard's sums are those of its blocks. Missing sums are written if the folder is writable."""
+    """True if a shard's stored checksums match its blocks. Missing checksums are written if the folder is writable."""
     sums, path = BlockChecksums(), folder / sums_file(shard)
     with (folder / shard.file).open("rb") as file:
         while piece := file.read(1 << 22):

@@ -1,6 +1,6 @@
-"""Manifest of a prepared folder: `manifest.json`, written last, and the checks that need no other file.
+"""Manifest of a prepared folder: `manifest.json`, which is written last, and checks of the folder against it.
 
-Equal sources, tokenizer and options give a manifest equal byte for byte: it holds no time, machine or path. So its digest
+Equal sources, tokenizer and options give a manifest equal byte for byte: it contains no time, machine name or path. So its digest
 identifies the data that a run saw.
 """
 
@@ -51,7 +51,7 @@ DEFAULT_READING = Reading()
 
 
 class Options(Spec):
-    """How documents become shards. Same sources and options, same bytes."""
+    """How documents become shards. The same sources and options give the same bytes."""
 
     reading: Reading = DEFAULT_READING
     shard_tokens: PositiveInt = Field(
@@ -62,7 +62,8 @@ class Options(Spec):
 
 
 class SkippedFiles(Spec):
-    """Files of a source's folder that were skipped for one reason: how many, by ending (the commonest), and the first names."""
+    """Files of a source's folder that were skipped for one reason: their number, the numbers by file name ending (the commonest ones), and
+    the first names."""
 
     reason: str
     count: PositiveInt
@@ -77,8 +78,8 @@ class SkippedFiles(Spec):
 
 
 class SourceRecord(Spec):
-    """One source as it was when it was read: its last path component, files, bytes on disk, a digest over all files, read or not;
-    and the files left out. If nothing was left out, the manifest has no key for that, as in earlier versions."""
+    """One source at the time of reading: its last path component, number of files, bytes on disk, a digest over all files (including unread
+    ones), and the files left out. If none was left out, the manifest has no key `left_out`, as in earlier versions."""
 
     domain: str
     name: str
@@ -94,7 +95,7 @@ class SourceRecord(Spec):
 
 
 class TokenizerRecord(Spec):
-    """The tokenizer the tokens belong to; `tokenizer.json` lies in the folder."""
+    """The tokenizer of the tokens; its `tokenizer.json` is in the folder."""
 
     fingerprint: str
     vocab_size: PositiveInt
@@ -103,7 +104,8 @@ class TokenizerRecord(Spec):
 
 
 class Shard(Spec):
-    """`file`: little-endian token ids. `index`: int64 offsets of its documents' first tokens, then its number of tokens."""
+    """One shard. `file`: little-endian token ids. `index`: int64 offsets of the documents' first tokens, then the shard's number of
+    tokens."""
 
     file: str
     index: str
@@ -115,7 +117,7 @@ class Shard(Spec):
 
 
 class Split(Spec):
-    """One split of one domain; `bytes` counts its text as UTF-8, without the end-of-text tokens that `tokens` includes."""
+    """One split of one domain; `bytes` is the size of its text as UTF-8; only `tokens` includes end-of-text tokens."""
 
     tokens: NonNegativeInt = 0
     documents: NonNegativeInt = 0
@@ -156,18 +158,19 @@ class Manifest(Spec):
 
     @property
     def sha256(self) -> str:
-        """Digest of the file, and so, through the shards' digests in it, of all the data."""
+        """Digest of the manifest. It covers all data, because the manifest contains the shards' digests."""
         return hashlib.sha256(self.text().encode()).hexdigest()
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a prepared folder. Raises AwayDataError if the manifest is missing, and DataError if this version cannot
-    read it."""
+    """Read the manifest of a prepared folder. Raises AwayDataError if it is missing, and DataError if this version cannot read it."""
     path = folder / FILE
     again = "Prepare it with `megalith data prepare`."
     if not path.is_file():
         what = (
-            "has no manifest.json: it is not prepared data, or preparing it was cut off" if folder.is_dir() else "does not exist"
+            "has no manifest.json: it is not prepared data, or its preparation was interrupted"
+            if folder.is_dir()
+            else "does not exist"
         )
         raise AwayDataError(path, f"{folder} {what}", again)
     try:
@@ -175,41 +178,41 @@ def read_manifest(folder: Path) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
-        raise DataError(f"{path} is not a manifest this version reads: {where}: {first['msg']}", again) from error
+        raise DataError(f"{path} is not a manifest that this version can read: {where}: {first['msg']}", again) from error
 
 
 def check_sizes(folder: Path, manifest: Manifest, *, copies: Sequence[Path] = ()) -> None:
-    """Check that every shard exists, with the length in the manifest, in the folder or in a copy; contents are not read. Raises
-    DataError naming each missing or wrong shard."""
+    """Check that every shard exists with the size in the manifest, in the folder or in a copy; contents are not read. Raises DataError that
+    names each missing or wrong file."""
     elsewhere = [_wrong_sizes(copy, manifest) for copy in copies]
-    way_out = "Copy it back, or prepare the data again."
+    way_out = "Restore the file from a copy, or prepare the data again."
     problems = [
         DataError(text, way_out)
         for name, text in _wrong_sizes(folder, manifest).items()
         if all(name in wrong for wrong in elsewhere)
     ]
     if problems:
-        raise DataError.of(problems, title=f"{folder} is not as it was prepared")
+        raise DataError.of(problems, title=f"{folder} has changed since it was prepared")
 
 
 def _wrong_sizes(folder: Path, manifest: Manifest) -> dict[str, str]:
-    """Files of shards that are missing or have another length, each with a description."""
+    """Describe each file of a shard that is missing or has the wrong size."""
     problems: dict[str, str] = {}
     for shard in manifest.shards():
         sizes = {shard.file: shard.tokens * int(shard.dtype[4:]) // 8, shard.index: 8 * (shard.documents + 1)}
         for name, size in sizes.items():
             path = folder / name
             if not path.is_file():
-                problems[name] = f"{path} is missing ({size} bytes)"
+                problems[name] = f"{path} is missing (expected size: {size} bytes)"
             elif (found := path.stat().st_size) != size:
-                problems[name] = f"{path} has {found} bytes, the manifest says {size}"
+                problems[name] = f"{path} has {found} bytes, but {size} according to the manifest"
     return problems
 
 
 def check_copies(folder: Path, manifest: Manifest | None, copies: Sequence[Path]) -> None:
-    """Check by manifests that every copy holds the same data (None: any data). Raises DataError naming each copy that does
-    not."""
-    way_out = "Copy the folder whole, or take it out of data.copies."
+    """Check by their manifests that all copies hold the data of `manifest` (None: any prepared data). Raises DataError that names each
+    other copy."""
+    way_out = "Copy the whole folder, or remove it from data.copies."
     problems: list[DataError] = []
     for copy in copies:
         try:
@@ -218,22 +221,22 @@ def check_copies(folder: Path, manifest: Manifest | None, copies: Sequence[Path]
             problems.append(DataError(error.parts[0][0], way_out))
             continue
         if not same:
-            problems.append(DataError(f"{copy} holds other data than {folder}", way_out))
+            problems.append(DataError(f"{copy} holds different data from {folder}", way_out))
     if problems:
         raise DataError.of(problems, title="data.copies cannot be used")
 
 
 def tokenizer_fingerprint(definition: dict[str, Any], end_of_text: int) -> str:
-    """sha256 of a tokenizer.json's canonical form (sorted keys; padding and truncation do not count) and its end-of-text id."""
+    """sha256 of a tokenizer.json in canonical form (keys sorted, without padding and truncation) and its end-of-text id."""
     counted = {key: value for key, value in definition.items() if key not in ("padding", "truncation")}
     canonical = json.dumps({"tokenizer": counted, "end_of_text": end_of_text}, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def check_tokenizer(folder: Path, manifest: Manifest) -> None:
-    """Check that the folder's tokenizer.json is the one that made its tokens. Raises DataError if it is missing or differs."""
+    """Check that the folder's tokenizer.json is the one that encoded its tokens. Raises DataError if it is missing or differs."""
     path = folder / TOKENIZER_FILE
-    mend = "Copy the right one back, or prepare the data again."
+    mend = "Restore the right tokenizer.json, or prepare the data again."
     try:
         found = tokenizer_fingerprint(json.loads(path.read_bytes()), manifest.tokenizer.end_of_text)
     except FileNotFoundError as error:
@@ -241,12 +244,12 @@ def check_tokenizer(folder: Path, manifest: Manifest) -> None:
     except (ValueError, AttributeError) as error:
         raise DataError(f"{path} is not a tokenizer.json: {error}", mend) from error
     if found != manifest.tokenizer.fingerprint:
-        reason = f"{path} has fingerprint {found}, but the shards were made with {manifest.tokenizer.fingerprint}"
+        reason = f"{path} has fingerprint {found}, but the tokenizer of the shards has {manifest.tokenizer.fingerprint}"
         raise DataError(reason, mend)
 
 
 def file_digest(path: Path, advance: Callable[[int], None] = lambda _: None) -> str:
-    """sha256 of a file's content; `advance` gets the number of bytes of every piece read."""
+    """sha256 of a file's content. `advance` is called with the number of bytes of each piece that is read."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(1 << 22):

@@ -1,9 +1,9 @@
-"""The domain of each sample: a fixed sequence in which every domain always has its share.
+"""The domain of each sample: a fixed sequence in which, at any point, each domain has had its share.
 
-Shares are rounded to 1/65,536, so the sequence repeats after at most that many samples; one period is laid out so that after
-any number n of samples, each domain with share w has had between n w - 1 and n w + 1 of them (Tijdeman 1980, "The chairman
-assignment problem": with k domains the gap stays within 1 - 1/(2k - 2)). Sample n then costs one look-up, and how many earlier
-samples its domain had is whole periods plus a second look-up: no state, the same on any number of ranks.
+Shares are rounded to multiples of 1/65,536, so the sequence has a period of at most 65,536 samples. After any number n of samples, a domain
+with share w has had between n w - 1 and n w + 1 of them (Tijdeman 1980, "The chairman assignment problem": with k domains the gap stays
+within 1 - 1/(2k - 2)). So the domain of sample n is one look-up, and the number of its domain's earlier samples is whole periods plus a
+second look-up. There is no state, and any number of ranks get the same result.
 """
 
 import heapq
@@ -17,13 +17,13 @@ PERIOD = 1 << 16
 
 
 class Mixture:
-    """Shares of domains, numbered as in `weights` (not negative, not all zero; scaled to add up to 1)."""
+    """A mixture of domains, numbered as in `weights` (not negative, not all zero; scaled to add up to 1)."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         if not weights or any(not isfinite(weight) or weight < 0 for weight in weights) or sum(weights) == 0:
-            raise ValueError(f"weights {list(weights)} are no shares: give finite numbers of 0 or more, one of them above 0")
+            raise ValueError(f"weights {list(weights)} are no shares: give finite numbers of 0 or more, at least one above 0")
         if sum(weight > 0 for weight in weights) > PERIOD:
-            raise ValueError(f"{len(weights)} domains are more than a mixture can hold ({PERIOD}). Join some.")
+            raise ValueError(f"{len(weights)} domains are more than a mixture can hold ({PERIOD}). Combine some.")
         counts = _round(weights)
         divisor = gcd(*counts)
         self._counts = [count // divisor for count in counts]
@@ -35,20 +35,20 @@ class Mixture:
             self._earlier[self._domains == domain] = np.arange(count)
 
     def place(self, index: int) -> tuple[int, int]:
-        """The domain of sample `index`, and how many earlier samples came from it."""
+        """Return the domain of sample `index`, and the number of earlier samples from this domain."""
         periods, position = divmod(index, self.period)
         domain = int(self._domains[position])
         return domain, periods * self._counts[domain] + int(self._earlier[position])
 
     def counts(self, samples: int) -> npt.NDArray[np.int64]:
-        """How many of the first `samples` samples come from each domain, int64 [domains]."""
+        """Return how many of the first `samples` samples come from each domain, int64 [domains]."""
         periods, position = divmod(samples, self.period)
         begun = np.bincount(self._domains[:position], minlength=len(self._counts))
         return periods * np.array(self._counts, np.int64) + begun
 
 
 def _round(weights: Sequence[float]) -> list[int]:
-    """Whole numbers that add up to PERIOD, by largest remainder; a domain with any weight keeps at least 1."""
+    """Round weights to whole numbers that add up to PERIOD, by largest remainder; a domain with a weight above 0 gets at least 1."""
     exact = np.array(weights, np.float64) / sum(weights) * PERIOD
     counts = np.floor(exact).astype(np.int64)
     counts[(counts == 0) & (exact > 0)] = 1
@@ -61,10 +61,10 @@ def _round(weights: Sequence[float]) -> list[int]:
 
 
 def _spread(counts: Sequence[int]) -> npt.NDArray[np.int32]:
-    """One period of domain numbers, int32 [sum(counts)]: Tijdeman's rule as earliest deadline first.
+    """Return one period of domain numbers, int32 [sum(counts)]: Tijdeman's rule as earliest deadline first.
 
-    A domain's next sample may come once its share is 1/(2k - 2) ahead of its count, and must come before that lead would
-    exceed 1 - 1/(2k - 2). All times are whole numbers of samples, in integer arithmetic.
+    With k domains, a domain's next sample may come once n w is 1/(2k - 2) ahead of its count, and must come before this lead exceeds 1 -
+    1/(2k - 2). All times are whole numbers of samples, in integer arithmetic.
     """
     period, kinds = sum(counts), sum(count > 0 for count in counts)
     parts = max(2 * kinds - 2, 1)

@@ -1,4 +1,4 @@
-"""A user's own source of training samples, in the place of the prepared order."""
+"""A user's own source of training samples, which replaces the prepared order."""
 
 from typing import Any, Protocol
 
@@ -9,12 +9,13 @@ from megalith.data.stream import NO_TARGET, Sample, Stream
 
 
 class SampleSource(Protocol):
-    """Training samples by number. It keeps nothing from one sample to the next: sample `index` is a function of the prepared data and
-    `index` alone, so a resumed run needs no saved state for it.
+    """Training samples by number. A source has no state: sample `index` is a function of only the prepared data and `index`, so a resumed
+    run needs no saved state for it.
 
-    Every rank makes one. Ranks that share a sequence (pipeline, context and tensor ranks) ask for the same samples and cut them
-    afterwards; data ranks ask for others. So the same number must give the same sample on every rank, and ranks compare one when they
-    start. An attribute `fingerprint`, any JSON value, is kept in checkpoints: a run with another one is not resumed.
+    Every rank makes its own instance. Ranks that share a sequence (pipeline, context and tensor ranks) request the same samples and take
+    their parts; different data ranks request different samples. So the same number must give the same sample on every rank. Ranks compare
+    one sample when they start. An attribute `fingerprint`, any JSON value, is saved in checkpoints; a run with another fingerprint is not
+    resumed.
     """
 
     def __init__(self, prepared: Stream) -> None:
@@ -30,21 +31,21 @@ class OwnStream(Stream):
     """A stream of prepared data whose training samples come from a user's own source."""
 
     def __init__(self, *args: Any, name: str, source: Any, **how: Any) -> None:
-        """`source`: the object that `name` names; it is called with the prepared stream. The rest is as for `Stream`."""
+        """`source`: the object that `name` names; it is called with the prepared stream. Other arguments are as for `Stream`."""
         super().__init__(*args, **how)
         self._name = name
         self._source: SampleSource = source(Stream(*args, **how))
 
     def sample(self, index: int) -> Sample:
-        """Return the source's sample. Raises DataError if it does not fit this run."""
+        """Return the source's sample. Raises DataError if the sample does not fit this run."""
         found = self._source.sample(index)
         if faults := list(self._faults(found, index)):
-            raise DataError.of(faults, title=f"data.source = {self._name} gives a sample {index} that cannot be trained on")
+            raise DataError.of(faults, title=f"data.source = {self._name} returns an invalid sample {index}")
         return found
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """Return everything that the samples depend on, the source's own fingerprint among it."""
+        """Return everything that the samples depend on, including the source's own fingerprint."""
         return super().fingerprint | {"source": [self._name, getattr(self._source, "fingerprint", None)]}
 
     def _faults(self, found: Sample, index: int) -> "list[str]":
@@ -66,6 +67,6 @@ class OwnStream(Stream):
             faults.append(f"targets has ids outside the vocabulary. Use 0 to {self.vocab_size - 1}, or {NO_TARGET} for none.")
         if min(found.segments, default=0) < 1 or sum(found.segments) != length:
             faults.append(
-                f"segments = {found.segments} are no lengths that add up to {length}. Use ({length},) for one document."
+                f"segments = {found.segments} are not positive lengths that add up to {length}. Use ({length},) for one document."
             )
         return faults

@@ -7,16 +7,14 @@ from typing import Any
 from megalith.data.errors import DataError
 
 ROWS = 1024
-"""Rows that are decoded at once."""
+"""Number of rows that are decoded at once."""
 
 
 def rows(path: Path, field: str, advance_to: Callable[[int], None]) -> Iterator[str]:
-    """Yield the text of column `field` of each row, in order, without blank ones; `advance_to` is called with the approximate number of
+    """Yield the text of column `field` of each row, in order, without blank texts; `advance_to` is called with the approximate number of
     bytes read.
 
-    Raises DataError, with the row if one is at fault, for a table without that column of text, an empty cell, text that is not
-    UTF-8, and
-    a damaged file."""
+    Raises DataError for a table without this text column, a null cell, text that is not UTF-8 (each with the row), and a damaged file."""
     import pyarrow  # an extra
     from pyarrow import parquet
 
@@ -31,15 +29,15 @@ def rows(path: Path, field: str, advance_to: Callable[[int], None]) -> Iterator[
                         yield text
                 advance_to(size * number // max(1, count))
             if number != count:
-                raise DataError(f"{path} has {number} rows, and says that it has {count}", "Copy or download it again.")
+                raise DataError(f"{path} has {number} rows, but its metadata has {count}", "Copy or download it again.")
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # the disk's error, not the file's
-        raise DataError(f"{path} does not read as Parquet: {error}", "Copy or download it again.") from error
+        raise DataError(f"{path} cannot be read as Parquet: {error}", "Copy or download it again.") from error
 
 
 def _check(schema: Any, path: Path, field: str) -> None:
-    """Raise DataError unless the table has the column, once, and it is text."""
+    """Raise DataError unless the table has exactly one column with this name, and it is text."""
     from pyarrow import types
 
     columns = [one for one in schema if one.name == field]
@@ -47,7 +45,7 @@ def _check(schema: Any, path: Path, field: str) -> None:
     kind = columns[0].type if columns else None
     kind = kind.value_type if kind is not None and types.is_dictionary(kind) else kind
     if len(columns) != 1 or not (types.is_string(kind) or types.is_large_string(kind)):
-        raise DataError(f"{path} has no text in column {field!r} (it holds: {held})", "Name the right one with --field.")
+        raise DataError(f"{path} has no text column {field!r} (its columns: {held})", "Name the text column with --field.")
 
 
 def _text(cell: Any, path: Path, number: int, field: str) -> str:
@@ -57,8 +55,8 @@ def _text(cell: Any, path: Path, number: int, field: str) -> str:
     except UnicodeDecodeError as error:
         wrong = f"byte {error.object[error.start]:#04x} ({error.reason})"
         raise DataError(
-            f"{path}, row {number} is not UTF-8 text: {wrong}", "Write the table again with text in UTF-8."
+            f"{path}, row {number} is not UTF-8 text: {wrong}", "Write the table again with its text in UTF-8."
         ) from error
     if text is None:
-        raise DataError(f"{path}, row {number} has no text in column {field!r}: its cell is empty", "Take the row out.")
+        raise DataError(f"{path}, row {number} has no text in column {field!r}: the cell is null", "Take the row out.")
     return text if text.strip() else ""

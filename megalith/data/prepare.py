@@ -1,7 +1,7 @@
-"""Convert documents to a folder of shards: completely or not at all, and with the same bytes for the same sources and options.
+"""Converts documents to a folder of shards: atomically, and with the same bytes for the same sources and options.
 
-Which documents are held out for validation is decided by a hash of (seed, domain, document number). A domain of two or more
-documents always holds out at least one and keeps its first; one of a single document holds out that document's end.
+A hash of (seed, domain, document number) selects the documents that are held out for validation. A domain of two or more documents always
+keeps its first for training and holds out at least one; a domain of one document holds out this document's end.
 """
 
 import errno
@@ -39,7 +39,7 @@ from megalith.data.sources import Source, documents, parse_sources, record, size
 from megalith.data.tokenizer import Tokenizer
 
 Unread = dict[Source, Collection[Path]]
-"""The files of each source that are not read. A file may be read for one source and be a copy for another."""
+"""The files of each source that are not read. A file may be read for one source and be skipped as a copy in another."""
 
 
 def prepare(
@@ -56,9 +56,8 @@ def prepare(
 ) -> Manifest:
     """Tokenize `sources` (`NAME=PATH`, `PATH`, `bundled:austen`) into the folder `out`, which appears only when it is complete.
 
-    If `out` already holds exactly this, nothing is written. Raises DataError for sources that cannot be read, options out of
-    range, an `out` that holds anything else (unless `overwrite`, and then only other prepared data is replaced), or another
-    `prepare` at work on it.
+    If `out` already holds exactly this data, nothing is written. Raises DataError for unreadable sources, options out of range, an `out`
+    with other content (with `overwrite`, other prepared data is replaced), or if another `prepare` is writing to `out`.
     """
     options = _options(reading=reading, shard_tokens=shard_tokens, validation=validation, seed=seed)
     found = sorted(parse_sources(sources), key=lambda source: source.domain)  # stable: a domain's sources keep their order
@@ -77,7 +76,7 @@ def prepare(
                 shown.print_line(damage)
             if differences and not overwrite:
                 raise DataError(
-                    f"{out} already holds data with other inputs: {'; '.join(differences)}. "
+                    f"{out} already holds data that was prepared from other inputs: {'; '.join(differences)}. "
                     "Choose another folder, or overwrite it (--overwrite)."
                 )
         read = _Read(total=sum(size(source, reading) for source in found))
@@ -107,13 +106,15 @@ def _check_out(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise DataError(f"{out} is a file; prepared data is a folder. Choose another name.")
     if out.is_dir() and not (out / FILE).is_file() and any(out.iterdir()):
-        raise DataError(f"{out} holds files that are not prepared data; they are not touched. Choose a new or empty folder.")
+        raise DataError(
+            f"{out} holds files that are not prepared data, so nothing is written to it. Choose a new or empty folder."
+        )
 
 
 def _record(sources: Sequence[Source], reading: Reading, shown: Bars) -> tuple[tuple[SourceRecord, ...], Unread]:
-    """Return the current contents of the sources, and their skipped files. Reading them once more is cheap beside tokenizing them.
+    """Return records of the sources' contents, and their unread files. The extra pass over the sources is cheap compared with tokenization.
 
-    Raises DataError for a source that holds what another one holds.
+    Raises DataError for a source that holds only text of other sources.
     """
     bar = shown.start("checking sources", total=sum(size(source, reading) for source in sources))
     recorded: list[SourceRecord] = []
@@ -129,7 +130,7 @@ def _record(sources: Sequence[Source], reading: Reading, shown: Bars) -> tuple[t
 
 
 def _differences(previous: Manifest, tokenizer: Tokenizer, options: Options, sources: tuple[SourceRecord, ...]) -> list[str]:
-    """Describe how the request differs from what a folder holds."""
+    """Describe the differences between the request and the data in a folder."""
     found: list[str] = []
     if previous.tokenizer != tokenizer.record:
         found.append(f"tokenizer {previous.tokenizer.fingerprint[:12]}, now {tokenizer.fingerprint[:12]}")
@@ -142,7 +143,7 @@ def _differences(previous: Manifest, tokenizer: Tokenizer, options: Options, sou
 
 
 def _contents(sources: Sequence[SourceRecord]) -> list[SourceRecord]:
-    """The sources without the files left out, which older manifests do not record."""
+    """Return the sources without `left_out`, which older manifests do not have."""
     return [source.model_copy(update={"left_out": ()}) for source in sources]
 
 
@@ -157,7 +158,7 @@ def _damage(out: Path, manifest: Manifest) -> str | None:
 
 @contextmanager
 def _folder_for(out: Path) -> Iterator[Path]:
-    """Yield a folder beside `out`. It replaces `out` when the block succeeds, and is removed when the block fails."""
+    """Yield a temporary folder beside `out`, which replaces `out` if the block succeeds, and is removed if the block fails."""
     out = out.resolve()
     disk.make_folder(out.parent)
     folder = out.with_name(f".{out.name}.partial")
@@ -206,8 +207,8 @@ def _put_in_place(folder: Path, out: Path) -> None:
 
 @dataclass
 class _Read:
-    """Progress in the sources: bytes on disk, bytes of text, how many of these are encoded, and bytes of the resulting tokens.
-    The encoder reads ahead of its output.
+    """Progress: bytes of the sources on disk, in all and read; bytes of text read and of text encoded, which differ because the encoder
+    reads ahead; bytes of tokens.
     """
 
     total: int
@@ -217,22 +218,22 @@ class _Read:
     tokens: int = 0
 
     def wanted(self) -> int:
-        """Return the estimated bytes of all tokens, judging by those encoded so far; 0 if none is encoded yet."""
+        """Estimate the bytes of all tokens from the text encoded so far; 0 if none is encoded yet."""
         return round(self.tokens * (self.text / self.encoded) * (self.total / self.done)) if self.encoded and self.done else 0
 
 
 @contextmanager
 def _no_room_told(folder: Path, out: Path, read: _Read) -> Iterator[None]:
-    """Raise DataError where the disk is full, with the folder and an estimate of the bytes wanted."""
+    """If the disk is full, raise DataError with the folder and an estimate of the needed bytes."""
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         written = sum(path.stat().st_size for path in folder.iterdir())
-        estimate = f"; all of it will take about {wanted:,} bytes" if (wanted := read.wanted()) else ""
+        estimate = f"; all of the data will take about {wanted:,} bytes" if (wanted := read.wanted()) else ""
         raise DataError(
-            f"{out} has no room ({error.strerror}) after {written:,} bytes{estimate}",
+            f"the disk of {out} has no room ({error.strerror}) after {written:,} bytes{estimate}",
             f"Make room in {out.resolve().parent}, or choose another folder.",
         ) from error
 
@@ -265,13 +266,13 @@ def _write_domains(
         if domains[name].train.documents == 0:
             where = ", ".join(source.path for source in members)
             raise DataError(
-                f"The domain {name} has no documents: {where} holds nothing but blanks. Give text, or leave the source out."
+                f"The domain {name} has no documents: {where} holds only white space. Give text, or leave the source out."
             )
     return domains
 
 
 def _encoded(tokens: Tokens, sizes: deque[int], read: _Read) -> "_Document":
-    """The document that is next in `sizes`, counted in `read`."""
+    """Return the tokens as a document with the next size in `sizes`, and update `read`."""
     document = _Document(tokens, sizes.popleft())
     read.encoded += document.bytes
     read.tokens += tokens.nbytes + tokens.itemsize  # one for the end of the text
@@ -286,7 +287,7 @@ def _texts(
     read: _Read,
     advance: Callable[[int], None],
 ) -> Iterator[str]:
-    """Yield the documents of one domain; the size of each goes to `sizes`, because the encoder reads ahead of its output."""
+    """Yield the documents of one domain. Sizes are queued in `sizes`, because the encoder reads ahead of its output."""
     for source in sources:
         for text in documents(source, reading, advance, unread[source]):
             sizes.append(len(text.encode()))
@@ -301,7 +302,8 @@ class _Document:
 
 
 def _write_domain(folder: Path, name: str, found: Iterator[_Document], *, tokenizer: Tokenizer, options: Options) -> Domain:
-    """Sort the documents into the two splits, with one document held back: only at the end is it known which is the last."""
+    """Divide the documents among the two splits. Each document is written once the next one is known to exist, because the last one is
+    treated differently."""
     train, validation = (
         SplitWriter(
             folder,
@@ -330,8 +332,8 @@ def _write_domain(folder: Path, name: str, found: Iterator[_Document], *, tokeni
 
 
 def _write_last(last: _Document, train: SplitWriter, validation: SplitWriter, options: Options, *, chosen: bool) -> None:
-    """Write the last document, which fills the gaps that the hash left: a domain without validation, or a domain with only one
-    document."""
+    """Write the last document. If the hash has selected no document of the domain, it goes to validation; if it is the only one, its end
+    does."""
     if train.documents and (chosen or (options.validation > 0 and validation.documents == 0)):
         validation.write(last.tokens, text_bytes=last.bytes)
     elif train.documents or options.validation == 0 or len(last.tokens) < 2:
@@ -344,6 +346,6 @@ def _write_last(last: _Document, train: SplitWriter, validation: SplitWriter, op
 
 
 def _held_out(options: Options, domain: str, number: int) -> bool:
-    """True if the hash selects this document; never the first, so that a domain always has something to train on."""
+    """True if the hash selects this document. The first document is never selected, so that a domain always has training data."""
     digest = hashlib.blake2b(f"{options.seed}/{domain}/{number}".encode(), digest_size=8).digest()
     return number > 0 and int.from_bytes(digest, "little") < options.validation * 2**64

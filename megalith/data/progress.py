@@ -1,4 +1,4 @@
-"""Progress lines for long work on data, on the error stream so that results can be piped."""
+"""Progress of long work on data, printed to stderr so that results can be piped."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,14 +12,14 @@ from megalith.data.manifest import SkippedFiles
 
 
 class Bars:
-    """One bar a piece of work: done and total bytes, bytes a second, time left. Silent when not shown. In a pipe or a file each piece is
-    one line, written when it is done."""
+    """One bar for each piece of work: done and total bytes, bytes a second, time left. Prints nothing if `progress` is None. In a pipe or a
+    file, each piece is one line, written when it is done."""
 
     def __init__(self, progress: Progress | None) -> None:
         self._progress = progress
 
     def start(self, what: str, *, total: int | None) -> TaskID:
-        """Start a bar over `total` bytes; with None, for work of unknown length, it only moves and counts seconds."""
+        """Start a bar over `total` bytes. None: the length is unknown, and the bar only moves and counts seconds."""
         return TaskID(0) if self._progress is None else self._progress.add_task(what, total=total)
 
     def advance(self, bar: TaskID, count: int) -> None:
@@ -37,25 +37,25 @@ class Bars:
                 self.print_line(f"{task.description}: {amount(task)}")
 
     def print_line(self, line: str) -> None:
-        """A progress line for the user."""
+        """Print a line above the bars."""
         if self._progress is not None:
             self._progress.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def print_left_out(self, source: str, left_out: Iterable[SkippedFiles]) -> None:
-        """A line for each reason for which something in a source was left out."""
+        """Print a line for each reason for which files of a source were left out."""
         for one in left_out:
             self.print_line(f"{source}: left out {one}")
 
 
 class _Amount(ProgressColumn):
-    """Column with the amount done, the speed and the time left; after the end, the total amount and time."""
+    """Column with the amount done, the speed and the time left; at the end, the total amount and time."""
 
     def render(self, task: Task) -> Text:
         return Text(amount(task))
 
 
 def amount(task: Task) -> str:
-    """Return in words how far a piece of work over bytes is."""
+    """Describe the progress of a piece of work over bytes."""
     seconds = task.finished_time if task.finished else task.elapsed
     passed = _clock(seconds or 0.0)
     if task.finished:
@@ -75,7 +75,7 @@ def _clock(seconds: float) -> str:
 
 @contextmanager
 def bars(shown: bool) -> Iterator[Bars]:
-    """Bars that live as long as the block."""
+    """Show progress bars while the block runs."""
     if not shown:
         yield Bars(None)
         return

@@ -1,8 +1,8 @@
-"""The shard format, written and read: token ids end to end, and where each document begins.
+"""Writer and reader of shards: concatenated token ids, and the offsets of documents.
 
-`x.bin` is little-endian uint16 or uint32, one end-of-text id after every document; `x.idx` is int64: the offset of each
-document's first token, then the number of tokens. A document never spans two shards. `x.sum` has the sums by which `whole` checks
-what is read.
+`x.bin` is little-endian uint16 or uint32, with one end-of-text id after every document; `x.idx` is int64: the offset of each document's
+first token, then the number of tokens. A document never spans two shards. `x.sum` has the checksums with which `verified_files` checks what
+is read.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ class SplitWriter:
         return sum(shard.documents for shard in self._done) + len(self._offsets) - 1
 
     def write(self, tokens: Tokens, *, text_bytes: int) -> None:
-        """Append one document; its end-of-text id is added here."""
+        """Append one document, and add its end-of-text id."""
         if self._offsets[-1] and self._offsets[-1] + len(tokens) + 1 > self._shard_tokens:
             self._close_shard()
         if self._file is None:
@@ -56,7 +56,7 @@ class SplitWriter:
         self._bytes += text_bytes
 
     def close(self) -> Split:
-        """Close the last shard, and return a description of the shards written."""
+        """Close the last shard, and return the manifest's record of this split."""
         if self._file is not None:
             self._close_shard()
         return Split(
@@ -67,7 +67,7 @@ class SplitWriter:
         )
 
     def abandon(self) -> None:
-        """Close the open file; the caller deletes the folder."""
+        """Close the open file after a failure; the caller deletes the folder."""
         if self._file is not None:
             with contextlib.suppress(OSError):  # a full disk takes no more of what is still buffered
                 self._file.close()
@@ -100,9 +100,9 @@ class SplitWriter:
 
 
 class SplitReader:
-    """One split of one domain as one long sequence of tokens, in a prepared folder or, where a file of it is damaged, in `copies` of it.
+    """One split of one domain as one long sequence of tokens, read from a prepared folder or, if a file there is damaged, from `copies`.
 
-    `on_damage` is called once for each damage. Reading raises DamagedDataError if no copy is intact.
+    `on_damage` is called once for each damaged file or block. Reading raises DamagedDataError if no copy is intact.
     """
 
     def __init__(
@@ -119,18 +119,18 @@ class SplitReader:
         self.documents: int = split.documents
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Tokens start to stop, int64 [stop - start]."""
+        """Return tokens `start` to `stop` - 1, int64 [stop - start]."""
         pieces = [self._files.tokens(shard, low, high) for shard, _, low, high in self._overlaps(start, stop)]
         return np.concatenate(pieces).astype(np.int64) if len(pieces) > 1 else pieces[0].astype(np.int64)
 
     def bytes_of(self, start: int, stop: int) -> tuple[Path, int, int]:
-        """Locate the first of tokens start to stop: the shard, and the byte range in it."""
+        """Locate the first of tokens `start` to `stop` - 1: return its shard, and their byte range in this shard."""
         shard, _, low, high = self._overlaps(start, stop)[0]
         width = int(shard.dtype[4:]) // 8
         return self._files.folder_of(shard), low * width, high * width
 
     def documents_between(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Return the starts of the documents that begin in start to stop, int64 [documents]."""
+        """Return the starts of the documents that begin at tokens `start` to `stop` - 1, int64 [documents]."""
         found: list[npt.NDArray[np.int64]] = []
         for shard, begin, low, high in self._overlaps(start, stop):
             offsets = self._files.offsets(shard)[:-1]
@@ -139,7 +139,7 @@ class SplitReader:
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def document(self, number: int) -> npt.NDArray[np.int64]:
-        """The tokens of one document, its end of text included, int64 [tokens]."""
+        """Return the tokens of one document, including its end-of-text token, int64 [tokens]."""
         assert 0 <= number < self.documents, (number, self.documents)
         firsts = self._first_documents
         which = bisect_right(firsts, number) - 1
@@ -158,7 +158,7 @@ class SplitReader:
         return list(accumulate((shard.documents for shard in self._split.shards), initial=0))
 
     def _overlaps(self, start: int, stop: int) -> list[tuple[Shard, int, int, int]]:
-        """Return the shards that hold tokens start to stop: the shard, its first token, and the requested part of it."""
+        """Return the shards that hold tokens `start` to `stop` - 1: each shard, its first token, and the requested range in it."""
         assert 0 <= start <= stop <= self.tokens, (start, stop, self.tokens)
         found: list[tuple[Shard, int, int, int]] = []
         which = bisect_right(self._starts, start) - 1
@@ -170,7 +170,7 @@ class SplitReader:
 
 
 def settle(file: IO[bytes]) -> None:
-    """Sync to disk, then close: a rename must never be visible before the bytes."""
+    """Sync a file to disk, then close it, so that a later rename is never visible before the content."""
     file.flush()
     os.fsync(file.fileno())
     file.close()

@@ -1,7 +1,7 @@
 """A shuffle that needs no memory: the new place of a position is computed, not looked up.
 
-A Feistel network over the smallest power of two that holds the size, and cycle walking (Black & Rogaway 2002, "Ciphers with
-arbitrary finite domains"): a result outside is permuted again until it falls inside, less than twice on average.
+A Feistel network over the smallest power of two that holds the size, and cycle walking (Black & Rogaway 2002, "Ciphers with arbitrary
+finite domains"): a result outside of the range is permuted again until it falls inside, less than twice on average.
 """
 
 import hashlib
@@ -13,14 +13,14 @@ _WORD = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class Permutation:
-    """A permutation of range(size), the same for equal `key` anywhere."""
+    """A permutation of range(size) that depends only on `size` and the key."""
 
     size: int
     keys: tuple[int, ...]
 
     @classmethod
     def of(cls, size: int, *key: object) -> "Permutation":
-        """The permutation that `key` (values with a stable repr: numbers, strings) chooses."""
+        """Return the permutation for `key`, whose values must have a stable repr (numbers, strings)."""
         digest = hashlib.blake2b(repr(key).encode(), digest_size=8 * _ROUNDS).digest()
         return cls(size, tuple(int.from_bytes(digest[8 * n : 8 * n + 8], "little") for n in range(_ROUNDS)))
 
@@ -43,7 +43,7 @@ class Permutation:
 
 
 def _mix(value: int) -> int:
-    """Scatter 64 bits over 64 bits (the finaliser of splitmix64, Steele, Lea & Flood 2014)."""
+    """Mix 64 bits (the finaliser of splitmix64, Steele, Lea & Flood 2014)."""
     value &= _WORD
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _WORD
     value = (value ^ value >> 27) * 0x94D049BB133111EB & _WORD

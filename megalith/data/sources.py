@@ -36,7 +36,7 @@ _CHAPTERS = (
     r"|PRIDE AND PREJUDICE|SENSE AND SENSIBILITY)$"
 )
 _CHUNK = 1 << 20
-_LEAK = "documents held out for validation would be among those to train on"
+_LEAK = "documents held out for validation would also be among the training data"
 _ONCE = "Give each text once. To read a domain more often, use [data] weights."
 
 
@@ -49,26 +49,26 @@ class Source:
 
     @property
     def name(self) -> str:
-        """Name in the manifest: the last path component, so that a manifest does not depend on where data lies."""
+        """Name in the manifest: the last path component, so that a manifest does not depend on the location of the data."""
         return self.path if self.path == bundled.AUSTEN else Path(self.path).resolve().name
 
 
 def parse_source(text: str) -> Source:
-    """`NAME=PATH`, or `PATH` whose file or folder name becomes the domain's. Raises DataError for a name that cannot be one, and a path
-    that is neither file nor folder."""
+    """Parse `NAME=PATH`, or `PATH`, whose file or folder name becomes the domain's name. Raises DataError for an invalid name, and for a
+    path that is neither a file nor a folder."""
     source = _named(text)
     if source.path != bundled.AUSTEN and _exists(source.path):
         files.refuse_special(Path(source.path))
     if not _DOMAIN.fullmatch(source.domain):
         raise DataError(
-            f"The source {text!r} gives its domain the name {source.domain!r}; a name is made of at most 200 letters, digits and _ . - "
+            f"The source {text!r} gives its domain the name {source.domain!r}, but a name has at most 200 letters, digits and _ . - "
             f"and begins with a letter or digit. Write NAME={text} to choose one."
         )
     return source
 
 
 def _named(text: str) -> Source:
-    """The source that a text names, with a domain whose name may be invalid."""
+    """Parse a source, without a check of the domain's name."""
     name, equals, path = text.partition("=")
     if equals and _DOMAIN.fullmatch(name) and path and not _exists(text):
         return Source(name, path)
@@ -78,7 +78,7 @@ def _named(text: str) -> Source:
 
 
 def _exists(path: str) -> bool:
-    """True if a path exists; False also for text that is too long to be a path."""
+    """True if a path exists; False also for text that is too long for a path."""
     try:
         return Path(path).exists()
     except OSError as error:
@@ -88,7 +88,7 @@ def _exists(path: str) -> bool:
 
 
 def parse_sources(texts: Iterable[str | Source]) -> tuple[Source, ...]:
-    """All sources; each must exist and be listed once. Raises DataError with all problems at once."""
+    """Parse all sources. Each must exist and be given only once. Raises DataError with all problems at once."""
     sources: list[Source] = []
     problems: list[str | DataError] = []
     for text in texts:
@@ -112,7 +112,7 @@ def parse_sources(texts: Iterable[str | Source]) -> tuple[Source, ...]:
 
 
 def _given_twice(sources: Sequence[Source]) -> Iterator[DataError]:
-    """Yield a problem for each source that is the same as another one, by its name or through a link."""
+    """Yield a problem for each source that is the same file or folder as an earlier one, perhaps through a link."""
     for number, source in enumerate(sources):
         for other in sources[:number]:
             if _is_same(source, other):
@@ -128,12 +128,12 @@ def _is_same(one: Source, other: Source) -> bool:
 
 
 def find(source: Source, reading: Reading) -> SourceFiles | None:
-    """The files of a source, None for the bundled text. Raises DataError if no file is read."""
+    """Find the files of a source; None for the bundled text. Raises DataError if there is no readable file."""
     return None if source.path == bundled.AUSTEN else files.find(Path(source.path), reading)
 
 
 def size(source: Source, reading: Reading) -> int:
-    """Bytes on disk that reading this source will go through."""
+    """Return the bytes on disk that will be read for this source."""
     if source.path == bundled.AUSTEN:
         return len(bundled.austen())
     return sum(path.stat().st_size for path in files.files(Path(source.path), reading))
@@ -142,10 +142,10 @@ def size(source: Source, reading: Reading) -> int:
 def record(
     source: Source, reading: Reading, advance: Advance = lambda _: None, seen: MutableMapping[str, Path] | None = None
 ) -> tuple[SourceRecord, SourceFiles | None]:
-    """Return the current state of a source (names, sizes and contents of its files, reduced to one digest), and its files to read.
+    """Return the record of a source (with a digest over the names and contents of its files), and its files.
 
-    `seen`: digest -> file of the sources before this one, to which its files are added. A file with the same bytes as one of them is
-    not read. Raises DataError where no file is left to read.
+    `seen`: digest -> file, of earlier sources; the files of this source are added. A file with the same bytes as an earlier one is not
+    read. Raises DataError if no file is left to read.
     """
     found = find(source, reading)
     if found is None:
@@ -183,7 +183,7 @@ def record(
 def documents(
     source: Source, reading: Reading = DEFAULT_READING, advance: Advance = lambda _: None, unread: Collection[Path] = ()
 ) -> Iterator[str]:
-    """The source's documents in order, without those of the files `unread`; `advance` gets the bytes on disk as they are read.
+    """Yield the source's documents in order, without those in the files `unread`; `advance` is called with the bytes read from disk.
 
     Raises DataError for text that is not UTF-8, JSON lines without the field, damaged compression, a wrong `Reading.split`.
     """
@@ -209,7 +209,7 @@ def documents(
 
 
 def _read(path: Path, reading: Reading, advance_to: Advance, *, whole: bool) -> Iterator[str]:
-    """One file's documents; in a folder (`whole`) a plain file is one document, and a binary one is left out."""
+    """Yield one file's documents. In a folder (`whole`), a plain text file is one document, and a binary file is left out."""
     if files.is_parquet(path) and files.reads_parquet():
         yield from rows(path, reading.field, advance_to)
         return
@@ -243,7 +243,7 @@ def _whole_file(stream: IO[bytes], path: Path) -> Iterator[str]:
 
 
 def _not_utf8(path: Path) -> DataError:
-    """The error for a file that is not UTF-8: it is read again to find the byte, because the reader that failed had read
+    """Return the error for a file that is not UTF-8. The file is read again to find the byte, because the reader that failed had read
     ahead."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     offset, line = 0, 1
@@ -265,10 +265,10 @@ def _not_utf8(path: Path) -> DataError:
 
 
 def _wrong_byte(path: Path, line: int, offset: int, error: UnicodeDecodeError) -> DataError:
-    unpacked = " of what it unpacks to" if files.ending(path, files.COMPRESSED) else ""
+    unpacked = " of the unpacked text" if files.ending(path, files.COMPRESSED) else ""
     return DataError(
         f"{path}:{line} is not UTF-8 text: byte {error.object[error.start]:#04x} at offset {offset}{unpacked} ({error.reason})",
-        "Convert the file, for example with `iconv -f latin1 -t utf-8`, or leave it out: a folder's files may be chosen by --extension.",
+        "Convert the file, for example with `iconv -f latin1 -t utf-8`, or leave it out: --extension selects the files of a folder.",
     )
 
 
@@ -283,16 +283,16 @@ def _json_lines(stream: IO[bytes], path: Path, field: str) -> Iterator[str]:
         except UnicodeDecodeError as error:
             raise _wrong_byte(path, number, start + error.start, error) from error
         except ValueError as error:
-            raise DataError(f"{path}:{number} is not a line of JSON: {error}. Each line holds one object.") from error
+            raise DataError(f"{path}:{number} is not valid JSON: {error}. Each line must hold one object.") from error
         except RecursionError as error:
             raise DataError(
-                f"{path}:{number} is nested too deeply to read: {error}", "Flatten the line, or take it out."
+                f"{path}:{number} is nested too deeply to read: {error}", "Flatten the line, or remove it."
             ) from error
         text = value.get(field) if isinstance(value, dict) else None
         if not isinstance(text, str):
             held = ", ".join(value) if isinstance(value, dict) else type(value).__name__
             raise DataError(
-                f"{path}:{number} has no text in field {field!r} (it holds: {held}). Name the right one with --field."
+                f"{path}:{number} has no text in field {field!r} (its fields: {held}). Name the text field with --field."
             )
         if text.strip():
             # JSON can hold half a surrogate pair, which is no character and cannot be encoded
@@ -300,7 +300,7 @@ def _json_lines(stream: IO[bytes], path: Path, field: str) -> Iterator[str]:
 
 
 def _split(lines: Iterable[str], how: str, minimum: int) -> Iterator[str]:
-    """Documents of a stream of lines. White space at either end of a document is cut off, but for one final line end."""
+    """Yield the documents in a stream of lines. Line ends around a document are removed, except one final line end."""
     for block in _blocks(lines, how, minimum):
         text = "".join(block).strip("\n")
         if text.strip():
@@ -330,7 +330,8 @@ def _blocks(lines: Iterable[str], how: str, minimum: int) -> Iterator[Sequence[s
 
 
 def _boundary(how: str, minimum: int) -> tuple[Callable[[str], bool], bool, int]:
-    """Return the test for a line that ends the document before it, whether that line is kept, and the characters a document needs first."""
+    """Return a function that tests if a line ends the document before it, True if this line is kept, and the minimum length of the
+    document."""
     name, _, argument = how.partition(":")
     if how == "blank":
         return (lambda line: not line.strip()), True, minimum

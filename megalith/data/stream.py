@@ -1,16 +1,16 @@
 """Prepared data as numbered samples: sample `i` is a pure function of (folder, seq_len, seed, weights, phases, i).
 
-- Which domain: `mixture` gives it, and the number of earlier samples from that domain, which is the sample's number within it.
-- Which window: a domain's tokens are one long sequence, cut every `seq_len` tokens; window w reads tokens w * seq_len up to and
-  including (w + 1) * seq_len, the last one as a target only. So every token but the domain's first is a target exactly once an
-  epoch. The last window is filled up with end-of-text tokens that are nobody's target.
+- Which domain: `mixture` gives the domain, and the number of earlier samples from it, which is the sample's number in the domain.
+- Which window: a domain's tokens are one long sequence, cut every `seq_len` tokens; window w reads tokens w * seq_len to (w + 1) * seq_len,
+  where the last one is only a target. So every token except the domain's first is a target exactly once an epoch. The last window is padded
+  with end-of-text tokens that are no targets.
 - Which order: every epoch of a domain has its own permutation of its windows (`shuffle`).
-- Phases: mixture and sequence length may change at a sample. The current pass over a domain continues: its windows, in their
-order, are read on in pieces of the new length. So no token is left out of a pass or read twice in it, whatever
-  the lengths. The domain's next pass is cut to the new length.
+- Phases: mixture and sequence length may change at a sample. The current pass over a domain continues: the rest of its windows are read, in
+  the same order, in pieces of the new length. So a pass reads every token exactly once, whatever the lengths. The domain's next pass uses
+  windows of the new length.
 
-There is no state here. The caller holds one number, the samples consumed, and any number of ranks that divide the next
-samples among themselves see what one rank would see.
+A stream has no state. The caller holds one number, the samples consumed. Any number of ranks can divide the next samples among themselves,
+and together read what one rank would read.
 """
 
 import json
@@ -38,26 +38,25 @@ Ids = npt.NDArray[np.int64]
 
 # What a resumed run must find unchanged -> how to restore it if it changed.
 _WAYS_OUT = {
-    "manifest": "Point data.path to the data the run began with, or prepare it again from the same sources with the same options",
+    "manifest": "Point data.path to the data that the run began with, or prepare them again from the same sources with the same options",
     "tokenizer": "Point data.path to data prepared with the run's tokenizer",
-    "split": "Read the split the run began with",
+    "split": "Read the split that the run began with",
     "seq_len": "Set train.seq_len back",
     "seed": "Set train.seed back",
     "weights": "Set data.weights back",
-    "phases": "Restore the entries of data.phases that had already begun",
+    "phases": "Restore the entries of data.phases for phases that had already begun",
     "document_mask": "Set data.document_mask back",
-    "source": "Restore data.source and what its fingerprint names",
+    "source": "Restore data.source and everything that its fingerprint describes",
 }
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence. All arrays are int64 [seq_len] and the caller's own.
+    """One sequence. All arrays are int64 [seq_len] and may be modified by the caller.
 
-    `targets` holds the next token, or -100 where there is none: after the data's end and, with document masks, at the last token
-    of a document, since what the next document begins with cannot be known from this one. `segments` are the lengths of
-    the documents (or parts of documents) in the sequence, padding counting as one; `positions` restart in each. Without
-    document masks there is one piece.
+    `targets` holds the next token, or -100 if there is none: in padding and, with document masks, at the last token of a document, because
+    a document does not determine the next one's first token. `segments` are the lengths of the documents (or parts of documents) in the
+    sequence; padding counts as one. `positions` restart in each segment. Without document masks there is one segment.
     """
 
     tokens: Ids
@@ -69,7 +68,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class PhaseChange:
-    """A change of the data from sample `first` on. `weights` as a Stream takes them; None: in proportion to tokens."""
+    """A change of sequence length and mixture from sample `first` on. `weights`: as for `Stream`; None: in proportion to tokens."""
 
     first: int
     seq_len: int
@@ -78,8 +77,8 @@ class PhaseChange:
 
 @dataclass(frozen=True)
 class _Pass:
-    """Progress in a domain: in pass `epoch`, which is cut into windows of `unit` tokens, the first `at` places of all windows in
-    a row are read. A place is a token, or padding of the last window."""
+    """Progress in a domain: pass `epoch`, which is cut into shuffled windows of `unit` tokens, has been read up to place `at`. Places count
+    tokens and padding over all windows in shuffled order."""
 
     epoch: int
     unit: int
@@ -88,22 +87,22 @@ class _Pass:
 
 @dataclass(frozen=True)
 class _Phase:
-    """Samples from `first` on, with one length and one mixture."""
+    """A phase: samples from `first` on, with one length and one mixture."""
 
     first: int
     seq_len: int
     mixture: Mixture
     mixed: int
-    """First sample of the mixture's sequence, by its number in the run."""
+    """Number in the run of the sample at which the mixture's sequence begins."""
     before: tuple[int, ...]
-    """Samples of that sequence that came from each domain before this phase."""
+    """Number of samples of this sequence from each domain before this phase."""
     passes: tuple[_Pass, ...]
     """Progress of each domain when this phase begins."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples stacked: int64 [samples, seq_len] each, and every sample's segments and domain."""
+    """Stacked samples: int64 [samples, seq_len] arrays, and the segments and domain of each sample."""
 
     tokens: Ids
     targets: Ids
@@ -111,11 +110,11 @@ class Batch:
     segments: tuple[tuple[int, ...], ...]
     domains: tuple[str, ...]
     numbers: tuple[int, ...]
-    """Each sample's number in the order of the data"""
+    """Each sample's number in the run"""
 
 
 class Stream:
-    """A prepared folder read as samples. Opening checks manifest, tokenizer and file sizes; contents are checked as they are read."""
+    """Samples of a prepared folder. Opening it checks manifest, tokenizer and file sizes; contents are checked as they are read."""
 
     def __init__(
         self,
@@ -130,15 +129,15 @@ class Stream:
         copies: Sequence[Path | str] = (),
         on_damage: Callable[[Damage], None] = lambda damage: None,
     ) -> None:
-        """`weights` gives every domain's share of the samples (they are scaled to add up to 1; 0 leaves a domain out); by
-        default shares are in proportion to tokens. The validation split is read in order, once, whatever the weights. `phases` are
-        changes of lengths and weights, in their order.
+        """`weights` gives every domain's share of the samples (they are scaled to add up to 1; 0 leaves a domain out); by default shares
+        are in proportion to tokens. The validation split is read in order, once, whatever the weights. `phases` are changes of lengths and
+        weights, in the order of their samples.
 
-        `copies` are folders with the same data: a damaged block is read from the next one, and `on_damage` is called once for
-        each damaged block.
+        `copies` are folders with the same data. A damaged block is read from the next folder, and `on_damage` is called once for each
+        damaged block.
 
-        Raises DataError, with all problems at once, for a folder that is not as it was prepared, weights that do not fit
-        its domains, a split without data, or a copy of other data; reading raises DamagedDataError if no copy is intact.
+        Raises DataError, with all problems at once, for a folder that is not as it was prepared, weights that do not fit its domains, a
+        split without data, or a copy with other data. Reading raises DamagedDataError if no copy is intact.
         """
         self._folder, others = Path(folder), [Path(copy) for copy in copies]
         self._manifest = read_manifest(self._folder)
@@ -151,7 +150,7 @@ class Stream:
             text for each in phases for text in _problems(domains, split, each.seq_len, each.weights) if text not in problems
         ]
         if problems:
-            raise DataError.of(problems, title=f"{self._folder} cannot be read as asked")
+            raise DataError.of(problems, title=f"{self._folder} cannot be read as requested")
         self.split: SplitName = split
         self.seq_len = seq_len
         self.seed = seed
@@ -174,12 +173,12 @@ class Stream:
 
     @property
     def epoch_samples(self) -> dict[str, int]:
-        """Samples in one pass over each domain."""
+        """Number of samples in one pass over each domain."""
         return dict(zip(self.domains, self._windows, strict=True))
 
     @property
     def shares(self) -> dict[str, float]:
-        """Each domain's share of the training samples in the first phase, as it is used (rounded to 1/65,536)."""
+        """Each domain's share of the training samples in the first phase, rounded to a multiple of 1/65,536 as in use."""
         return self._shares(self._phases[0])
 
     def _shares(self, phase: _Phase) -> dict[str, float]:
@@ -210,11 +209,11 @@ class Stream:
         return Sample(tokens, targets, positions, segments, self.domains[domain])
 
     def length_of(self, index: int) -> int:
-        """Return the tokens of sample `index`."""
+        """Return the number of tokens of sample `index`."""
         return self.seq_len if self.split == "validation" else self._phases[bisect_right(self._begins, index) - 1].seq_len
 
     def batch(self, indices: Iterable[int]) -> Batch:
-        """Samples `indices`, stacked in that order."""
+        """Return samples `indices`, stacked in this order."""
         numbers = tuple(indices)
         samples = [self.sample(index) for index in numbers]
         return Batch(
@@ -228,17 +227,18 @@ class Stream:
 
     @property
     def unchecked(self) -> list[str]:
-        """Shards whose tokens are read unchecked, because they have no sums."""
+        """Shards whose tokens are read unchecked, because they have no checksums."""
         return [shard.file for shard in self._manifest.shards() if not (self._folder / sums_file(shard)).exists()]
 
     def bytes_of(self, index: int) -> tuple[Path, int, int]:
-        """Locate the first tokens of sample `index`: a shard of the folder, and the byte range in it."""
+        """Locate the first tokens of sample `index`: return a shard of the folder, and the byte range in it."""
         domain, _, runs = self._place(index)
         start, count = (runs[0].start, runs[0].count) if runs else (0, 1)
         return self._readers[domain].bytes_of(start, start + count + 1)
 
     def valid_targets(self, indices: Iterable[int]) -> int:
-        """Targets in samples `indices` that are not -100: what the loss of a global batch is divided by. Reads no tokens."""
+        """Return the number of targets in samples `indices` that are not -100, by which the loss of a global batch is divided. Reads no
+        tokens."""
         total = 0
         for index in indices:
             domain, _, runs = self._place(index)
@@ -249,7 +249,7 @@ class Stream:
         return total
 
     def validation_samples(self, domain: str, limit: int | None = None) -> range:
-        """Indices, for `sample` and `batch`, of a domain's validation samples: all, or `limit` evenly spaced ones, in order."""
+        """Return the indices (for `sample` and `batch`) of a domain's validation samples: all, or `limit` evenly spaced ones, in order."""
         assert self.split == "validation", "only the validation split is numbered domain by domain"
         if domain not in self.domains:
             raise DataError(f"{domain!r} is not a domain of {self._folder}. It holds: {', '.join(self.domains)}.")
@@ -261,7 +261,7 @@ class Stream:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """Return everything that the samples depend on, as JSON: store it with a checkpoint, give it to `check_same` on resume."""
+        """Return everything that the samples depend on, as JSON: to be stored in a checkpoint, and given to `check_same` on resume."""
         return {
             "manifest": self._manifest.sha256,
             "tokenizer": self._manifest.tokenizer.fingerprint,
@@ -275,25 +275,25 @@ class Stream:
         )
 
     def check_same(self, saved: Mapping[str, Any], *, samples: int | None = None) -> None:
-        """Raise DataError listing all differences from a saved `fingerprint`: with any, sample numbers would mean other samples.
-        `samples`: the number consumed; phases that had not begun may differ. None: no phase may.
+        """Raise DataError with all differences from a saved `fingerprint`: with any difference, sample numbers would mean other samples.
+        `samples`: the number consumed; phases that had not begun then may differ. None: no phase may differ.
         """
         now = _begun(json.loads(json.dumps(self.fingerprint)), samples)
         saved = _begun(saved, samples)
         problems = [
-            f"{key} was {saved.get(key, 'not saved')!r}, is now {value!r}. {_WAYS_OUT[key]}, or start a new run."
+            f"{key} was {saved.get(key, 'not saved')!r}, but is now {value!r}. {_WAYS_OUT[key]}, or start a new run."
             for key, value in now.items()
             if saved.get(key) != value
         ]
         problems += [
-            f"{key} was {saved[key]!r}; this version does not know it. Resume with the version that saved it, or start a new run."
+            f"{key} was {saved[key]!r}, but this version does not know this key. Resume with the version that saved it, or start a new run."
             for key in saved.keys() - now.keys()
         ]
         if problems:
-            raise DataError.of(problems, title=f"{self._folder} does not give the samples this run began with")
+            raise DataError.of(problems, title=f"{self._folder} does not give the samples that this run began with")
 
     def _place(self, index: int) -> "tuple[int, int, list[_Run]]":
-        """The domain (its number) of sample `index`, the sample's length, and the runs of the domain's tokens in it."""
+        """Return the number of sample `index`'s domain, the sample's length, and the contiguous runs of the domain's tokens in it."""
         if index < 0:
             raise IndexError(f"sample {index}: samples are numbered from 0")
         if self.split == "validation":
@@ -308,7 +308,7 @@ class Stream:
         return domain, phase.seq_len, self._runs(domain, self._pieces(domain, where, phase.seq_len), where.unit)
 
     def _pieces(self, domain: int, where: _Pass, seq_len: int) -> list[tuple[int, int, int]]:
-        """Return the next `seq_len` places of a pass, at most to its end, as (window, first place, end)."""
+        """Return the next `seq_len` places of a pass, or those up to its end, as (window, first place in it, end)."""
         end = min(where.at + seq_len, self._places(domain, where))
         order, found, at = self._permutation(domain, where.epoch, where.unit), list[tuple[int, int, int]](), where.at
         while at < end:
@@ -319,7 +319,7 @@ class Stream:
         return found
 
     def _runs(self, domain: int, pieces: Sequence[tuple[int, int, int]], unit: int) -> "list[_Run]":
-        """Return the tokens in pieces of windows, without the padding of a domain's last window."""
+        """Convert pieces of windows to runs of tokens, without the padding of a domain's last window."""
         found, at, last = list[_Run](), 0, self._readers[domain].tokens - 1
         for window, begin, stop in pieces:
             start = window * unit + begin
@@ -329,13 +329,12 @@ class Stream:
         return found
 
     def _places(self, domain: int, where: _Pass) -> int:
-        """Places of a whole pass."""
+        """Return the number of places in a whole pass."""
         return _windows(self._readers[domain].tokens, where.unit) * where.unit
 
     def _further(self, domain: int, where: _Pass, seq_len: int, samples: int) -> _Pass:
-        """Return a domain's progress after `samples` more samples of `seq_len`. The pass under way is read to its end, where a
-        sample may be
-        shorter; those after it are cut to `seq_len`."""
+        """Return a domain's progress after `samples` more samples of `seq_len`. The current pass is read to its end, where a sample may
+        have fewer tokens; later passes are cut into windows of `seq_len`."""
         left = -(-(self._places(domain, where) - where.at) // seq_len)
         if samples < left:
             return replace(where, at=where.at + samples * seq_len)
@@ -343,7 +342,7 @@ class Stream:
         return _Pass(where.epoch + 1 + epochs, seq_len, windows * seq_len)
 
     def _following(self, phase: _Phase, change: PhaseChange) -> _Phase:
-        """The phase after another."""
+        """Return the phase that follows another after a change."""
         mixture, counts = self._mixture_of(change.weights), phase.mixture.counts(change.first - phase.mixed).tolist()
         passes = list[_Pass]()
         for domain, (where, count, before) in enumerate(zip(phase.passes, counts, phase.before, strict=True)):
@@ -363,7 +362,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class _Run:
-    """`count` tokens from `start` on of a domain, each with the next one, at place `at` of a sample."""
+    """`count` tokens of a domain from `start` on, and their targets, at position `at` of a sample."""
 
     at: int
     start: int
@@ -371,7 +370,7 @@ class _Run:
 
 
 def _begun(fingerprint: Mapping[str, Any], samples: int | None) -> Mapping[str, Any]:
-    """A fingerprint without the phases that begin once `samples` are consumed, or later."""
+    """Return a fingerprint without phases that had not begun when `samples` samples were consumed."""
     if samples is None or "phases" not in fingerprint:
         return fingerprint
     phases = [phase for phase in fingerprint["phases"] if phase[0] < samples]
@@ -380,7 +379,7 @@ def _begun(fingerprint: Mapping[str, Any], samples: int | None) -> Mapping[str, 
 
 
 def _windows(tokens: int, seq_len: int) -> int:
-    """Windows of `seq_len` inputs that give every token but the first its turn as a target."""
+    """Return the number of windows of `seq_len` inputs in which every token except the first is a target once."""
     return -(-max(tokens - 1, 0) // seq_len)
 
 
@@ -394,7 +393,7 @@ def _problems(domains: Mapping[str, Domain], split: str, seq_len: int, weights: 
     if split not in SPLITS:
         problems.append(f"split={split!r} is not one of: {', '.join(SPLITS)}.")
     if seq_len < 1:
-        problems.append(f"seq_len={seq_len} is not a length. Use 1 or more.")
+        problems.append(f"seq_len={seq_len} is no valid length. Use 1 or more.")
     if weights is not None:
         problems += _weight_problems(list(domains), weights)
     if not problems:
@@ -419,7 +418,9 @@ def _weight_problems(domains: Sequence[str], weights: Mapping[str, float]) -> li
         elif not 0 <= weight < float("inf"):
             problems.append(f"weights.{name}={weight} is no share. Use 0 or more.")
     missing = [name for name in domains if name not in weights]
-    problems += [f"weights leaves out the domain {name!r}. Give it a share; 0 leaves it out of the mixture." for name in missing]
+    problems += [
+        f"weights has no entry for the domain {name!r}. Give it a share; 0 leaves it out of the mixture." for name in missing
+    ]
     if not problems and sum(weights.values()) == 0:
         problems.append("weights are all 0. Give at least one domain a share.")
     return problems

@@ -1,8 +1,8 @@
-"""tiktoken for tokenizers it reproduces: the same ids as `tokenizers` gives, several times faster.
+"""Encodes with tiktoken where it gives the same ids as `tokenizers`, several times faster.
 
-A byte-level BPE is reproduced when it splits text by one regular expression and its merges make ids in rising order, so
-that "merge the pair with the lowest rank" (Sennrich et al. 2016) and "merge the pair whose token has the lowest id"
-(tiktoken) are one rule. Only a comparison on text shows that two engines agree on a regular expression, so callers compare ids.
+tiktoken reproduces a byte-level BPE that splits text by one regular expression and whose merges have tokens with rising ids: then "merge
+the pair with the lowest rank" (Sennrich et al. 2016) and "merge the pair whose token has the lowest id" (tiktoken) are the same rule.
+Regular expression engines may differ, so callers compare ids on text.
 """
 
 import os
@@ -22,7 +22,7 @@ _BLANK_BLOCK = 1 << 14
 
 
 class TiktokenEncoder:
-    """A tiktoken encoding; it leaves out texts that it cannot encode."""
+    """A tiktoken encoding that returns None for texts which it cannot encode."""
 
     def __init__(self, encoding: tiktoken.Encoding, ranks: dict[bytes, int]) -> None:
         self._encoding = encoding
@@ -30,8 +30,7 @@ class TiktokenEncoder:
         self._lengths[list(ranks.values())] = [len(token) for token in ranks]
 
     def encode(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64] | None]:
-        """Encode texts on all cores, and return the ids of each; None for a text on which tiktoken would fail, or whose
-        bytes it would lose."""
+        """Encode texts on all cores, and return the ids of each; None for a text on which tiktoken would fail or drop bytes."""
         easy = ["" if _has_long_blank(text) else text for text in texts]
         found = [np.array(ids, np.int64) for ids in self._encoding.encode_ordinary_batch(easy, num_threads=os.cpu_count() or 1)]
         # A pattern may leave text unmatched, which tiktoken drops and `tokenizers` keeps: count the bytes.
@@ -44,14 +43,14 @@ def _has_long_blank(text: str) -> bool:
 
 
 def byte_characters() -> dict[str, int]:
-    """GPT-2's printable character for each byte: character -> byte."""
+    """Return the map from GPT-2's printable characters to the bytes for which they stand."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
 def reproduce(definition: dict[str, Any]) -> TiktokenEncoder | None:
-    """The tiktoken encoding of a tokenizer.json, or None when tiktoken cannot give the same ids."""
+    """Return a tiktoken encoder for a tokenizer.json, or None if tiktoken cannot give the same ids."""
     model = definition["model"]
     plain = (
         model.get("type", "BPE") == "BPE"
@@ -72,7 +71,7 @@ def reproduce(definition: dict[str, Any]) -> TiktokenEncoder | None:
 
 
 def _pattern(splitter: dict[str, Any] | None) -> str | None:
-    """Return the regular expression that a pre-tokenizer splits by; None if it does anything besides splitting by one."""
+    """Return the regular expression by which a pre-tokenizer splits text; None if it does more than split by one expression."""
     steps = splitter.get("pretokenizers", []) if splitter and splitter["type"] == "Sequence" else [splitter]
     last, first = (steps[-1], steps[0]) if steps else (None, None)
     if last is None or first is None or last["type"] != "ByteLevel" or last.get("add_prefix_space", True):
@@ -86,7 +85,7 @@ def _pattern(splitter: dict[str, Any] | None) -> str | None:
 
 
 def _ranks(definition: dict[str, Any]) -> dict[bytes, int] | None:
-    """Token bytes -> id, or None when the ids do not rise with the merges, or a token is reached by no merge."""
+    """Return token bytes -> id; None if the ids do not rise with the merges, or no merge produces some token."""
     model, to_byte = definition["model"], byte_characters()
     added = {token["content"] for token in definition.get("added_tokens", [])}
     vocab = {text: number for text, number in model["vocab"].items() if text not in added}

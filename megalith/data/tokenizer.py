@@ -1,6 +1,6 @@
-"""Text <-> token ids: bytes, or any `tokenizer.json`; and a byte-level BPE trained on one's own text.
+"""Tokenizers: bytes, or any `tokenizer.json`; and training of a byte-level BPE on the user's text.
 
-Text never becomes a special token: a document that happens to spell `<|endoftext|>` never gets the id that ends documents.
+Text never becomes a special token: the text `<|endoftext|>` in a document never gets the id that ends documents.
 """
 
 import json
@@ -41,9 +41,9 @@ class Tokenizer:
     """One tokenizer. `vocab_size` is one more than the largest id; `end_of_text` is the id that ends every document."""
 
     def __init__(self, text: str, *, end_of_text: str | None = None, origin: str = TOKENIZER_FILE) -> None:
-        """From the text of a tokenizer.json. `end_of_text` names the token that ends documents; None looks for a usual one.
+        """`text`: content of a tokenizer.json. `end_of_text` names the token that ends documents; None: one of the usual names.
 
-        Raises DataError when `text` is no tokenizer.json, or has no such token.
+        Raises DataError if `text` is no tokenizer.json, or has no such token.
         """
         self._text = text
         self._definition = _definition(text, origin)
@@ -69,7 +69,7 @@ class Tokenizer:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The smallest unsigned little-endian type that holds every id."""
+        """Smallest unsigned little-endian type that holds every id."""
         return np.dtype("<u2") if self.vocab_size <= 1 << 16 else np.dtype("<u4")
 
     @property
@@ -83,16 +83,16 @@ class Tokenizer:
         )
 
     def encode(self, text: str) -> Ids:
-        """The ids of `text`, int64 [tokens]; no special token is added."""
+        """Return the ids of `text`, int64 [tokens]; no special token is added."""
         return self._encode(text).astype(np.int64)
 
     def encode_documents(
         self, texts: Iterable[str], progress: Callable[[int], None] | None = None, *, engine: Engine = "auto"
     ) -> Iterator[npt.NDArray[np.unsignedinteger[Any]]]:
-        """The ids of each text in order, [tokens] of `dtype`, in batches on all cores.
+        """Yield the ids of each text in order, [tokens] of `dtype`, encoding batches on all cores.
 
-        `auto` encodes with tiktoken when it gives ids equal to tokenizers' on the first 256 thousand characters of this very
-        text. `progress` gets the number of characters of every finished batch.
+        `auto` encodes with tiktoken if its ids equal those of tokenizers on the first 256 thousand characters of the text. `progress` is
+        called with the number of characters of each finished batch.
         """
         stream = iter(texts)
         head = _take(stream, characters=_COMPARED_CHARACTERS, documents=_BATCH_DOCUMENTS)
@@ -104,16 +104,16 @@ class Tokenizer:
                 progress(sum(map(len, batch)))
 
     def decode(self, ids: Iterable[int] | npt.NDArray[Any]) -> str:
-        """The text of ids, including special tokens; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of ids, including special tokens; bytes that are not UTF-8 become U+FFFD."""
         return self._engine.decode([int(number) for number in ids], skip_special_tokens=False)
 
     def id_of(self, token: str) -> int | None:
-        """The id of a token; None if there is no such token."""
+        """Return the id of a token; None if there is no such token."""
         return self._engine.token_to_id(token)
 
     def save(self, folder: Path | str, more: Mapping[str, Any] | None = None) -> Path:
-        """Write tokenizer.json, and a tokenizer_config.json that names the end-of-text token, as transformers reads them. `more`:
-        further values for the second file."""
+        """Write tokenizer.json, and a tokenizer_config.json that names the end-of-text token, for transformers. `more`: further values for
+        tokenizer_config.json."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         config = {
@@ -145,7 +145,7 @@ class Tokenizer:
                 for text, ids in zip(batch, fast.encode(batch), strict=True)
             ]
         if engine == "tiktoken":
-            raise DataError(f"tiktoken does not give the ids of {self!r}. Encode with engine='auto' or 'tokenizers'.")
+            raise DataError(f"tiktoken does not give the same ids as {self!r}. Encode with engine='auto' or 'tokenizers'.")
         return self._encode_slowly
 
     def _encode_slowly(self, batch: Sequence[str]) -> list[npt.NDArray[np.unsignedinteger[Any]]]:
@@ -154,9 +154,9 @@ class Tokenizer:
 
 
 def load(path_or_name: Path | str, *, end_of_text: str | None = None) -> Tokenizer:
-    """`bytes`, a tokenizer.json, or a folder that holds one. Raises DataError if the tokenizer is missing or unusable.
+    """Load a tokenizer: `bytes`, a tokenizer.json, or a folder that holds one. Raises DataError if the tokenizer is missing or unusable.
 
-    The end-of-text token is `end_of_text`, else what tokenizer_config.json beside it calls eos_token, else a usual name.
+    The end-of-text token is `end_of_text`, else eos_token in the tokenizer_config.json beside it, else a usual name.
     """
     if str(path_or_name) == BYTES:
         return Tokenizer(_bytes_text(), end_of_text=end_of_text, origin=BYTES)
@@ -196,11 +196,11 @@ def train(
     overwrite: bool = False,
     progress: bool = False,
 ) -> Tokenizer:
-    """Train a byte-level BPE on the sources' documents and save it in the folder `out`; same sources, same tokenizer.
+    """Train a byte-level BPE on the sources' documents and save it in the folder `out`. The same sources give the same tokenizer.
 
-    Text is split by GPT-2's pattern; the vocabulary holds `<|endoftext|>` (id 0), all bytes, and merges of pairs seen at least
-    `min_frequency` times, so a small text may give fewer than `vocab_size` tokens. Raises DataError for a vocabulary too
-    small, sources that cannot be read, or another tokenizer already in `out`.
+    Text is split by GPT-2's pattern; the vocabulary holds `<|endoftext|>` (id 0), all bytes, and merges of pairs that occur at least
+    `min_frequency` times, so a small text may give fewer than `vocab_size` tokens. Raises DataError if the vocabulary is too small, a
+    source cannot be read, or `out` holds another tokenizer.
     """
     if vocab_size < SMALLEST_VOCABULARY:
         raise DataError(
@@ -253,18 +253,18 @@ def _definition(text: str, origin: str) -> dict[str, Any]:
         raise DataError(f"{origin} is not a tokenizer.json: it is not JSON ({error}).") from error
     if not isinstance(definition, dict) or not isinstance(definition.get("model"), dict) or "vocab" not in definition["model"]:
         held = ", ".join(list(definition)[:8]) if isinstance(definition, dict) else type(definition).__name__
-        raise DataError(f"{origin} is not a tokenizer.json: it has no model with a vocab (it holds: {held}).")
+        raise DataError(f"{origin} is not a tokenizer.json: it has no model with a vocab (its keys: {held}).")
     return definition
 
 
 def _end(ids: dict[str, int], wanted: str | None, origin: str) -> str:
     if wanted is not None and wanted not in ids:
-        raise DataError(f"{origin} has no token {wanted!r} to end documents with. Its ids go from 0 to {len(ids) - 1}.")
+        raise DataError(f"{origin} has no token {wanted!r} to end documents with. Name one of its {len(ids)} tokens.")
     found = wanted or next((name for name in _ENDS if name in ids), None)
     if found is None:
         raise DataError(
             f"{origin} has none of the tokens that usually end a document ({', '.join(_ENDS)}). "
-            f"Name the one it has with end_of_text (--end-of-text), or as eos_token in a {TOKENIZER_CONFIG_FILE} beside it."
+            f"Name its end-of-text token with end_of_text (--end-of-text), or as eos_token in a {TOKENIZER_CONFIG_FILE} beside it."
         )
     return found
 
@@ -280,7 +280,7 @@ def _configured_end(path: Path) -> str | None:
 
 
 def _bytes_text() -> str:
-    """Bytes as a tokenizer.json: id = byte, nothing is merged, 256 ends a document."""
+    """Return a tokenizer.json for bytes: ids are the bytes, there are no merges, and id 256 ends a document."""
     ids = dict(sorted(byte_characters().items(), key=lambda item: item[1]))
     engine = tokenizers.Tokenizer(models.BPE(ids, []))
     engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -290,13 +290,13 @@ def _bytes_text() -> str:
 
 
 def _equal(fast: Sequence[npt.NDArray[Any] | None], slow: Sequence[npt.NDArray[Any]]) -> bool:
-    """True if some text has the same ids and no text has other ids; texts that the fast engine declined do not count."""
+    """True if all texts that the fast engine encoded have the same ids, and it encoded at least one."""
     compared = [np.array_equal(ids, others) for ids, others in zip(fast, slow, strict=True) if ids is not None]
     return all(compared) and bool(compared)
 
 
 def _take(stream: Iterator[str], *, characters: int, documents: int) -> list[str]:
-    """The next texts: up to this many characters or documents. Empty at the end."""
+    """Return the next texts, up to this many characters or documents; empty at the end."""
     taken: list[str] = []
     for text in stream:
         taken.append(text)

@@ -1,8 +1,8 @@
-"""Verified bytes of a prepared folder: checked as they are read, from the first folder with an intact copy.
+"""Verified reads of prepared data: bytes are checked as they are read, and come from the first folder with an intact copy.
 
-`x.sum` beside a shard `x.bin` holds the CRC-32 of each of its blocks as little-endian uint32. It follows from the shard, so the manifest
-does not name it: data without it is read unchecked, and `megalith data verify` writes it. An index is compared with the manifest's sha256
-when a process first opens it.
+`x.sum` beside a shard `x.bin` holds the CRC-32 of each of its blocks as little-endian uint32. It can be derived from the shard, so the
+manifest does not name it. A shard without it is read unchecked, and `megalith data verify` writes it. When a process first opens an index,
+it compares the index with the manifest's sha256.
 """
 
 import errno
@@ -27,12 +27,12 @@ MAX_FILES = 256  # of each sort that a reader keeps open: a process often may ha
 
 
 class DamagedDataError(DataError):
-    """A prepared file of which every copy is damaged."""
+    """Every copy of a prepared file is damaged."""
 
 
 @dataclass(frozen=True)
 class Damage:
-    """A file that has changed since it was prepared. `elsewhere`: the folder it is read from instead; None: no copy is right."""
+    """A file that has changed since it was prepared. `elsewhere`: the folder from which it is read instead; None: no copy is intact."""
 
     file: str
     error: str
@@ -40,13 +40,13 @@ class Damage:
 
 
 class BlockChecksums:
-    """The sums of a shard's blocks, made while it is written."""
+    """The checksums of a shard's blocks, computed while the shard is written."""
 
     def __init__(self) -> None:
         self._done, self._open, self._sum = array("I"), 0, 0
 
     def update(self, content: bytes) -> None:
-        """Further bytes of the shard."""
+        """Add the next bytes of the shard."""
         view = memoryview(content)
         while len(view):
             piece = view[: BLOCK - self._open]
@@ -58,13 +58,13 @@ class BlockChecksums:
                 self._open = self._sum = 0
 
     def file_content(self) -> bytes:
-        """Contents of `x.sum`."""
+        """Return the content of `x.sum`."""
         sums = [*self._done, self._sum] if self._open else self._done
         return np.array(sums, "<u4").tobytes()
 
 
 def sums_file(shard: Shard) -> str:
-    """The name of the file with a shard's sums."""
+    """Return the name of the file with a shard's checksums."""
     return f"{shard.file.removesuffix('.bin')}.sum"
 
 
@@ -81,7 +81,7 @@ class VerifiedFiles:
         self._right: dict[str, Path] = {}  # indices that have been compared -> where
 
     def tokens(self, shard: Shard, low: int, high: int) -> npt.NDArray[Any]:
-        """Tokens low to high of a shard, uint16 or uint32 [high - low]. Raises DamagedDataError."""
+        """Return tokens `low` to `high` - 1 of a shard, uint16 or uint32 [high - low]. Raises DamagedDataError."""
         dtype = np.dtype("<u2" if shard.dtype == "uint16" else "<u4")
         first, last = low * dtype.itemsize // BLOCK, -(-high * dtype.itemsize // BLOCK)
         end = min(last * BLOCK, shard.tokens * dtype.itemsize)
@@ -90,16 +90,16 @@ class VerifiedFiles:
         return np.frombuffer(content, dtype)[skipped : skipped + high - low]
 
     def offsets(self, shard: Shard) -> npt.NDArray[np.int64]:
-        """A shard's index, int64 [documents + 1], read in place. Raises DamagedDataError."""
+        """Return a shard's index, int64 [documents + 1], as a memory map. Raises DamagedDataError."""
         return self._index(shard.index, shard.index_sha256)
 
     def folder_of(self, shard: Shard) -> Path:
-        """Return the folder in which a shard is looked for first."""
+        """Return the path of a shard in the first folder."""
         return self._folders[0] / shard.file
 
     def _from_first(self, name: str, read: Callable[[Path], Any]) -> Any:
-        """Return the result from the first folder whose copy is intact. Raises AwayDataError if there is none and a folder cannot
-        be reached."""
+        """Return the result of `read` for the first folder with an intact copy. If there is none, raises AwayDataError if a folder is
+        unreachable, else DamagedDataError."""
         wrong: list[str] = []
         away: Path | None = None
         for folder in self._folders:
@@ -116,7 +116,9 @@ class VerifiedFiles:
             raise AwayDataError(away, "; ".join(wrong))
         self._note(Damage(name, "; ".join(wrong), None))
         more = "" if len(self._folders) > 1 else ", or name a folder with a copy of the data in data.copies"
-        raise DamagedDataError(f"{'; '.join(wrong)}. Copy it back{more}; `megalith data verify` names everything damaged.")
+        raise DamagedDataError(
+            f"{'; '.join(wrong)}. Restore the file from a copy{more}; `megalith data verify` lists all damaged files."
+        )
 
     def _note(self, damage: Damage) -> None:
         key = damage.file, damage.error
@@ -125,14 +127,14 @@ class VerifiedFiles:
             self._on_damage(damage)
 
     def _blocks(self, folder: Path, shard: Shard, first: int, end: int) -> bytes:
-        """A folder's bytes from block `first` to byte `end`; copied, so that the checked bytes are the ones that are used."""
+        """Return a shard's bytes from block `first` to byte `end`. They are copied, so that exactly the checked bytes are used."""
         begin = first * BLOCK
         file, sums = self._file(folder, shard.file), self._file(folder, sums_file(shard))
         if file is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder / shard.file))
         content = file.read(begin, end - begin)
         if len(content) < end - begin:
-            raise _WrongError(f"ends at byte {begin + len(content)}, and was prepared with {end} bytes or more")
+            raise _WrongError(f"ends at byte {begin + len(content)}, but was prepared with at least {end} bytes")
         if sums is None:
             if not (folder / FILE).exists():  # they may be there, and only their folder is away
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
@@ -143,9 +145,7 @@ class VerifiedFiles:
         if found != known:
             which = next((i for i, (a, b) in enumerate(zip(found, known, strict=False)) if a != b), len(known))
             at, told = begin + which * BLOCK, f"{known[which]:08x}" if which < len(known) else "missing"
-            raise _WrongError(
-                f"is not what was prepared: from byte {at} on, the checksum of a block is {found[which]:08x}, not {told}"
-            )
+            raise _WrongError(f"has changed: the checksum of the block at byte {at} is {found[which]:08x}, but should be {told}")
         return content
 
     def _map_index(self, name: str, digest: str) -> npt.NDArray[np.int64]:
@@ -156,11 +156,11 @@ class VerifiedFiles:
 
 
 class _WrongError(Exception):
-    """A copy of a file is damaged; the message says how."""
+    """A copy of a file is damaged; the message describes the damage."""
 
 
 def _is_away(folder: Path, error: Exception) -> bool:
-    """True if a prepared folder cannot be reached. A missing file is damage instead if the folder's manifest is there."""
+    """True if a prepared folder is unreachable. A missing file counts as damage if the folder's manifest exists."""
     if isinstance(error, FileNotFoundError):
         return not (folder / FILE).exists()
     return disk.is_away(error)
@@ -173,8 +173,7 @@ def _words(error: Exception) -> str:
 
 
 class _Opened:
-    """A file that is read in pieces; closed when nothing refers to it any more. Unlike a map, it survives a file that is cut
-    off."""
+    """A file that is read in pieces, and closed when nothing refers to it. Unlike a memory map, it survives truncation of the file."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDONLY)
@@ -184,12 +183,12 @@ class _Opened:
             os.close(self._file)
 
     def read(self, offset: int, size: int) -> bytes:
-        """Bytes from an offset on; fewer where the file ends."""
+        """Return bytes from an offset on; fewer at the end of the file."""
         return os.pread(self._file, size, offset)
 
 
 def _open(folder: Path, name: str) -> _Opened | None:
-    """A file; None where there is none."""
+    """Open a file; None if it does not exist."""
     try:
         return _Opened(folder / name)
     except FileNotFoundError:
@@ -199,5 +198,5 @@ def _open(folder: Path, name: str) -> _Opened | None:
 def _with_digest(folder: Path, name: str, digest: str) -> Path:
     found = file_digest(folder / name)
     if found != digest:
-        raise _WrongError(f"has sha256 {found}, and the manifest says {digest}")
+        raise _WrongError(f"has sha256 {found}, but {digest} according to the manifest")
     return folder

@@ -1,4 +1,4 @@
-"""Log of a run: an append-only JSON-lines file of typed events, the only thing reports read about it.
+"""Log of a run: an append-only JSON-lines file of typed events, from which all reports are made.
 
 Every line is `{"type": ..., "time": seconds since the epoch, ...fields}`. Times are seconds, memory is bytes, rates are per second.
 

@@ -23,7 +23,7 @@ class Unknown(Event):
 
 @dataclass(frozen=True)
 class RunStarted(Event):
-    """A generation of ranks begins; a resumed run has several. `spec` is the resolved RunSpec."""
+    """A generation of ranks begins; a resumed run logs several of these events. `spec` is the resolved RunSpec."""
 
     kind: ClassVar[str] = "run_started"
     spec: dict[str, Any]
@@ -37,7 +37,7 @@ class RunStarted(Event):
     flops_convention: str
     parameters: int
     own: dict[str, str] = field(default_factory=dict)
-    """The sha256 of the source of each of the user's own parts, by the key of the run file that names it."""
+    """sha256 of the source of each of the user's own parts, by the key of the run file that names the part."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,15 @@ class Holding(Event):
 
 @dataclass(frozen=True)
 class Step(Event):
-    """One step with an update; `updates` counts the run's updates, including this one; with sites, the whole batches that they have read.
-    `seconds` is wall time on the first rank.
+    """One step with an update. `updates` counts the run's updates, including this one; with sites, the whole batches that they have read.
+    `seconds` is wall time on rank 0.
 
-    `breakdown` splits it: data, forward, backward, bubble (waiting for a neighbour in the pipeline), communication, optimizer, other.
-    `memory` is the first rank's; `resident` the largest of all ranks. `experts`: of the layer where it is worst, the largest load over the
-    mean ("max_load"), the entropy of the loads (1: even), and the share of choices "dropped"; empty without experts. `noise`: estimates of
-    the gradient's squared norm ("signal") and of the variance of one sequence's gradient ("noise"), and the gradient noise scale, which is
-    the ratio of their averages over recent steps, in sequences ("scale") and in "tokens"; empty where the plan shows none.
+    `breakdown` splits `seconds`: data, forward, backward, bubble (waiting for a neighbour in the pipeline), communication, optimizer,
+    other. `memory` is rank 0's, but "resident" is the maximum over all ranks. `experts`: each number is that of the worst layer: the
+    largest load over the mean ("max_load"), the entropy of the loads (1: even), and the share of token assignments "dropped"; empty without
+    experts. `noise`: estimates of the gradient's squared norm ("signal") and of the variance of one sequence's gradient ("noise"), and the
+    gradient noise scale, which is the ratio of their averages over recent steps, in sequences ("scale") and in "tokens"; empty if the plan
+    allows no estimate.
     """
 
     kind: ClassVar[str] = "step"
@@ -88,14 +89,14 @@ class Step(Event):
 
     @property
     def left_out(self) -> int:
-        """Steps that the run makes beyond `train.steps`: as many as the updates that it has skipped, or that sites have missed."""
+        """Number of updates that the run has skipped, or that sites have missed; the run makes as many steps beyond `train.steps`."""
         return 0 if self.updates is None else self.step - self.updates
 
 
 @dataclass(frozen=True)
 class PhaseBegan(Event):
-    """A phase of the run began: from sample `samples` on, with step `step`, batches and sequences are of these sizes, and domains have
-    these `weights` (empty: in proportion to their tokens). `number` counts a run's phases from 0."""
+    """A phase of the run began: from step `step` on, which begins with sample `samples`, batches and sequences have these sizes, and
+    domains these `weights` (empty: in proportion to their tokens). `number` counts a run's phases from 0."""
 
     kind: ClassVar[str] = "phase"
     step: int
@@ -115,16 +116,16 @@ class PhaseBegan(Event):
 
 @dataclass(frozen=True)
 class Merge(Event):
-    """A fragment of the model was merged over all sites after `step` steps, from differences taken after `sent` steps. `losses`: the mean
-    loss of each site's last steps, None if the site has just been started. `bytes_sent`, `bytes_received`: the first site's. `waited`:
-    seconds that its ranks stood still for the other sites, of `seconds` for the merge. `norm`: of the mean difference; `spread`: root mean
-    square distance of the sites' differences to it. `merged`: the sites whose differences these are, `sites` in all; `left`, `joined`:
-    those that trained until this merge, or train from it on. `number`: merges before it. `count`: sites that a step's batch is shared out
-    among from here on. `samples`: those that the merged weights have seen, of `total` in the run. `mark`: digest of all merges up to this
-    one. `decided`: the site that decided about it; None in logs of earlier versions. Where merges are asynchronous, `merged` names a site
-    once for each of its differences, and each of these has in `taken` the step after which it was taken, in `ages` the merges of its
-    fragment that it has missed, and in `weights` its weight in the mean. `names`: of all sites, in the order of their
-    numbers, if the run file gives them."""
+    """A fragment of the model was merged over all sites after `step` steps, from differences taken after `sent` steps. `losses`: each
+    merged site's mean loss over its last steps, None if the site has just been started. `bytes_sent`, `bytes_received`: of the first site.
+    `waited`: seconds that its ranks waited for other sites, out of `seconds` for the merge. `norm`: of the mean difference; `spread`: root
+    mean square distance of the sites' differences from this mean. `merged`: the sites whose differences were merged; `sites`: number of all
+    sites; `left`, `joined`: sites that trained until this merge, and sites that train from it on. `number`: merges before this one.
+    `count`: sites among which a step's batch is divided from here on. `samples`: samples that the merged weights have seen, of `total` in
+    the run. `mark`: digest of all merges up to this one. `decided`: the site that decided about the merge; None in logs of earlier
+    versions. If merges are asynchronous, `merged` names a site once for each of its differences. For each difference, `taken` has the step
+    after which it was taken, `ages` the number of merges of its fragment that it has missed, and `weights` its weight in the mean. `names`:
+    of all sites, in the order of their numbers, if the run file gives names."""
 
     kind: ClassVar[str] = "merge"
     step: int
@@ -159,8 +160,8 @@ class Merge(Event):
 
 @dataclass(frozen=True)
 class Skipped(Event):
-    """A step whose update was left out; its samples are consumed. `left`: updates that the run may still leave out. Where gradients
-    overflowed in fp16, `part` and `tensor` name the first one in the order of backward; such a step does not count against `left`."""
+    """A step whose update was skipped; its samples are consumed. `left`: updates that the run may still skip. If gradients overflowed in
+    fp16, `part` and `tensor` name the first overflow in the order of backward; such a step does not count against `left`."""
 
     kind: ClassVar[str] = "skipped"
     step: int
@@ -178,16 +179,16 @@ class Skipped(Event):
     def words(self) -> str:
         """The event in a sentence."""
         if self.spike:
-            return f"the update of step {self.step} was left out: {self.reason}"
+            return f"the update of step {self.step} was skipped: {self.reason}"
         if self.scale_before is not None:
-            return f"the update of step {self.step} was left out: {self.reason}."
-        return f"the update of step {self.step} was left out: {self.reason}. The run may leave out {self.left} more (stability.skips)."
+            return f"the update of step {self.step} was skipped: {self.reason}."
+        return f"the update of step {self.step} was skipped: {self.reason}. The run may skip {self.left} more (stability.skips)."
 
 
 @dataclass(frozen=True)
 class ReleasePaused(Event):
-    """Another way to begin steps with released gradients, as `clipped` of the last `window` updates were clipped. `paused`: from the next
-    step on a first pass only measures the norm; else steps update inside their first pass again."""
+    """Steps with released gradients change their first pass, because `clipped` of the last `window` updates were clipped. `paused`: from
+    the next step on, the first pass only measures the norm; else the first pass updates again."""
 
     kind: ClassVar[str] = "release"
     step: int
@@ -198,7 +199,11 @@ class ReleasePaused(Event):
     @property
     def words(self) -> str:
         """The event in a sentence."""
-        what = "only measure the norm in their first pass" if self.paused else "update inside their first pass again"
+        what = (
+            "only measure the norm in the first pass, and update in a second one"
+            if self.paused
+            else "update in their first pass again"
+        )
         return (
             f"{self.clipped} of the last {self.window} updates were clipped: steps after {self.step} {what} (plan.state.release)."
         )
@@ -206,10 +211,9 @@ class ReleasePaused(Event):
 
 @dataclass(frozen=True)
 class Spike(Event):
-    """A step with loss or gradient norm outside its band, or one that gave other numbers when it was recomputed. None: not
-    finite. `bands` has the limit of each band that was left. `answer`: "none", "repeated", "skipped", "rewound", "lowered".
-    `causes` are likely ones
-    with their evidence, likeliest first: "hardware", "schedule", "data", "numerics".
+    """A step whose loss or gradient norm (None: not finite) exceeds its band, or whose numbers differed when it was recomputed. `bands`:
+    the limit of each exceeded band. `answer`: "none", "repeated", "skipped", "rewound", "lowered". `causes`: likely causes with their
+    evidence, the likeliest first: "hardware", "schedule", "data", "numerics".
     """
 
     kind: ClassVar[str] = "spike"
@@ -222,7 +226,7 @@ class Spike(Event):
 
     @property
     def cause(self) -> str:
-        """The likeliest one; empty if nothing points to any."""
+        """The likeliest cause; empty if there is no evidence for any."""
         return self.causes[0]["cause"] if self.causes else ""
 
     @property
@@ -231,7 +235,7 @@ class Spike(Event):
         numbers = {"loss": self.loss, "norm": self.grad_norm}
         left = " and ".join(f"{name} {numbers.get(name) or 0:.4g} above {end:.4g}" for name, end in self.bands.items())
         what = left or (
-            "numbers that differed when they were recomputed" if self.loss is not None else "numbers that are not finite"
+            "its numbers differed when they were recomputed" if self.loss is not None else "its numbers are not finite"
         )
         why = f"; likely cause: {self.cause} ({self.causes[0]['evidence']})" if self.causes else ""
         return f"spike at step {self.step}: {what}{why}"
@@ -239,10 +243,9 @@ class Spike(Event):
 
 @dataclass(frozen=True)
 class Rewound(Event):
-    """The run went back to the state after `to` steps, which undid `undone` updates, and continues after step `step`. Samples
-    `first` to `last` are never read again. `tier`: where the copy was; `seconds`: to get it; `replayed`: steps computed once more
-    to find the cause.
-    `left`: times that the run may still rewind."""
+    """The run went back to the state after `to` steps, which undid `undone` updates, and continues after step `step`. Samples `first` to
+    `last` are never read again. `tier`: where the copy was found; `seconds`: time to load it; `replayed`: steps computed again to find the
+    cause. `left`: number of times that the run may still rewind."""
 
     kind: ClassVar[str] = "rewound"
     step: int
@@ -258,14 +261,14 @@ class Rewound(Event):
     @property
     def words(self) -> str:
         """The event in a sentence."""
-        went = f"went back from step {self.step} to the state after step {self.to} in {self.tier}"
+        went = f"went back from step {self.step} to the state after step {self.to} (copy in {self.tier})"
         return f"{went}: samples {self.first} to {self.last} are dropped. The run may rewind {self.left} more times (stability.rewinds)."
 
 
 @dataclass(frozen=True)
 class Lowered(Event):
-    """From step `step` until update `until`, the learning rate is multiplied by `factor`, or is `at_most` this high where it had
-    jumped."""
+    """From step `step` until update `until`, the learning rate is multiplied by `factor` or, if the schedule had jumped, limited to
+    `at_most`."""
 
     kind: ClassVar[str] = "lowered"
     step: int
@@ -276,16 +279,16 @@ class Lowered(Event):
     @property
     def words(self) -> str:
         """The event in a sentence."""
-        how = f"{self.factor:g} of what it was" if self.at_most is None else f"at most {self.at_most:.3g}, as before it jumped"
+        how = f"multiplied by {self.factor:g}" if self.at_most is None else f"at most {self.at_most:.3g}, as before its jump"
         return f"the learning rate is {how}, from step {self.step} until update {self.until}"
 
 
 @dataclass(frozen=True)
 class PrecisionWatched(Event):
-    """A microbatch's gradients after `step` steps, compared with those of wide products. `errors`: the relative error of each part's
-    gradient; None: not finite. `raised`: the part whose products are wide from now on, since its error was above `limit`
-    (`precision.auto`); empty: none. `seconds`: of the comparison, on the first rank. `saturated` and `zeroed`: shares of the numbers that
-    products of a part round, of those that are cut off at the format's largest and of those other than 0 that become 0."""
+    """A comparison of a microbatch's gradients after `step` steps with those of wide products (precision.wide). `errors`: the relative
+    error of each part's gradient; None: not finite. `raised`: the part whose products are wide from now on, because its error was above
+    `limit` (`precision.auto`); empty: none. `seconds`: time of the comparison on rank 0. `saturated` and `zeroed`, by part: shares of the
+    products' rounded inputs that saturate at the format's maximum, and of nonzero inputs that become 0."""
 
     kind: ClassVar[str] = "precision_watched"
     step: int
@@ -308,12 +311,12 @@ class PrecisionWatched(Event):
 
 
 Span = tuple[int, str, float, float]
-"""(rank, action, start, end) of an action, in seconds from the step's start. In a log that was read it is a list."""
+"""(rank, action, start, end), in seconds from the step's start; a list in events that were read from a log."""
 
 
 @dataclass(frozen=True)
 class Spans(Event):
-    """Actions of each pipeline rank in one step, with their times. `collecting`: the most seconds that a rank spent in Python's garbage
+    """Actions of each pipeline rank in one step, with their times. `collecting`: maximum over ranks of the seconds in Python's garbage
     collector during the `since` steps up to this one; both 0 in logs of earlier versions."""
 
     kind: ClassVar[str] = "spans"
@@ -336,7 +339,7 @@ class Validation(Event):
 
 @dataclass(frozen=True)
 class Checkpoint(Event):
-    """A checkpoint was committed. `wait_seconds` is how long training stood still for it."""
+    """A checkpoint was committed. `wait_seconds`: time for which training was paused for it."""
 
     kind: ClassVar[str] = "checkpoint"
     step: int
@@ -348,7 +351,7 @@ class Checkpoint(Event):
 
 @dataclass(frozen=True)
 class Sample(Event):
-    """Text the model wrote."""
+    """Text that the model generated."""
 
     kind: ClassVar[str] = "sample"
     step: int
@@ -358,7 +361,7 @@ class Sample(Event):
 
 @dataclass(frozen=True)
 class Problem(Event):
-    """Something a person should know; `severity` is "warning" or "error"."""
+    """A message for the user; `severity` is "warning" or "error"."""
 
     kind: ClassVar[str] = "problem"
     severity: str
@@ -368,8 +371,8 @@ class Problem(Event):
 
 @dataclass(frozen=True)
 class Incident(Event):
-    """Something went wrong and the policy has decided; `time` is when. `began`: the best known time of the fault (the last sign
-    of life; for a slow rank, its first slow step). `evidence` is the observation (`fleet.observations`), `commands` the commands given."""
+    """A fault was observed, and the policy decided on a response at `time`. `began`: best estimate of the fault's time (the last sign of
+    life; for a slow rank, its first slow step). `evidence`: the observation (`fleet.observations`); `commands`: the response."""
 
     kind: ClassVar[str] = "incident"
     incident: int
@@ -385,7 +388,8 @@ class Incident(Event):
 
 @dataclass(frozen=True)
 class Recovery(Event):
-    """An incident is over: the ranks continue at `time`. `restored`: "step 12 in memory"; None if they continued in place."""
+    """An incident is over: the ranks continue at `time`. `restored`: the restored state, such as "step 12 in memory"; None if the ranks
+    continued in place."""
 
     kind: ClassVar[str] = "recovery"
     incident: int
@@ -406,8 +410,8 @@ class Order(Event):
 
 @dataclass(frozen=True)
 class RunFinished(Event):
-    """The ranks stopped. `reason`: "finished", "stopped" (a signal asked, state saved), "lost" (a rank, most often: the same
-    command gets further) or "failed"."""
+    """The ranks stopped. `reason`: "finished", "stopped" (by a signal, state saved), "lost" (usually a lost rank: the same command can
+    continue) or "failed"."""
 
     kind: ClassVar[str] = "run_finished"
     reason: str

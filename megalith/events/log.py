@@ -18,14 +18,13 @@ Kind = TypeVar("Kind", bound=Event)
 
 
 class EventLog:
-    """Appends events to a run folder's log. Each event is one write, so a reader never sees half a line for long, and the ranks
-    and the process that watches them may write to one log. If the disk is full or unavailable, events wait in memory. If a log
-    is deleted while it is written, a new one begins with a note and the newest `RunStarted`, without which no report could be
-    made from the events that follow."""
+    """Appends events to a run folder's log. Each event is one write, so a reader rarely sees a partial line, and ranks and their supervisor
+    may write to the same log. If the disk is full or unavailable, events wait in memory. If the log is deleted meanwhile, a new one begins
+    with a warning and the newest `RunStarted`, which reports on the later events need."""
 
     def __init__(self, run_dir: Path, *, epoch: int | None = None, existed: bool = False) -> None:
-        """`epoch`: its owner's (`megalith.epochs`); None: the newest. `existed`: the folder is known to have existed, so it is away if
-        it is not there. Otherwise it is made."""
+        """`epoch`: that of the log's owner (`megalith.epochs`); None: the newest. `existed`: the folder is known to have existed, so if it
+        is missing, it is unavailable and must not be made."""
         if not existed:
             run_dir.mkdir(parents=True, exist_ok=True)
         path = epochs.newest(run_dir, FILE) if epoch is None else run_dir / epochs.name(FILE, epoch)
@@ -34,7 +33,7 @@ class EventLog:
         self._journal = disk.Journal(path, most=MAX_WAITING, renewed=self._begin_anew, existed=existed)
 
     def write(self, event: Event) -> None:
-        """Append one event, now or with a later one."""
+        """Append one event. If it cannot be written now, it waits in memory."""
         match event:
             case RunStarted():
                 self._opening, self._step = list[Event]([event]), event.resumed_step
@@ -45,16 +44,17 @@ class EventLog:
             self._step = event.step
 
     def _begin_anew(self, made: bool) -> Iterator[bytes]:
-        """Yield the first lines of a log that was removed or emptied. `made`: this writer created the new file, so it adds the warning."""
+        """Yield the first lines for a log that was removed or emptied. `made`: this writer has created the new file, so it adds a
+        warning."""
         if made:
-            words = f"{FILE} was removed, or emptied, during the run: its earlier events are lost; a new file begins here"
+            words = f"{FILE} was removed, or emptied, during the run: its earlier events are lost, and a new file begins here"
             yield _line(Problem("warning", words))
         for event in self._opening:
             fresh = replace(event, time=time.time())
             yield _line(replace(fresh, resumed_step=self._step) if isinstance(fresh, RunStarted) else fresh)
 
     def close(self) -> None:
-        """Write the waiting lines, and report it if some cannot be written."""
+        """Write the waiting lines, and print the number of those that cannot be written."""
         self._journal.close()
 
 
@@ -65,8 +65,7 @@ def _line(event: Event) -> bytes:
 class Reader:
     """The events of a run, oldest first; each iteration reads the log of the newest epoch again.
 
-    Reading skips a line that is incomplete (its writer died, or the disk was full) or holds no event.
-    `skipped` counts these lines in the newest iteration.
+    Lines that are incomplete (killed writer, full disk) or hold no event are skipped. `skipped` is their number in the newest iteration.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -84,11 +83,11 @@ class Reader:
 
 
 def read(run_dir: Path) -> Reader:
-    """Return a reader of the events in a run folder; it has none if the folder has no log. Iteration raises OSError if the log is there
-    but cannot be read."""
+    """Return a reader of the events in a run folder. It yields no events if there is no log. Iteration raises OSError if the log exists but
+    cannot be read."""
     return Reader(run_dir)
 
 
 def of_kind(events: Iterable[Event], kind: type[Kind]) -> list[Kind]:
-    """Return the events of one class, in their order."""
+    """Return the events of one class, in the same order."""
     return [event for event in events if isinstance(event, kind)]

@@ -26,7 +26,7 @@ _MISSING = object()
 _KINDS = Family(Event, key="type").classes
 
 _Reading = tuple[str, frozenset[type], Callable[[], object]]
-"""How a field is read: its name, the types that JSON may have for it, and what makes its value if it is missing."""
+"""How a field is read: its name, the types that its JSON value may have, and a function that returns its value if it is missing."""
 
 
 def _reading(one: Field[Any], hint: Any) -> _Reading:
@@ -50,7 +50,7 @@ _NAMES = {kind: frozenset(("type", *(name for name, _, _ in readings))) for kind
 
 
 def load(record: dict[str, Any]) -> Event | None:
-    """Return the event that a line's JSON object holds; None if it has no type or no time, or a field of another type than the class.
+    """Convert a JSON object to an event; None if it has no type or no time, or if a field's type does not match the class.
 
     Types are checked one level deep. A log has a line for every step, so speed matters: pydantic takes five times as long, and the
     `__init__` of a frozen dataclass twice as long.
@@ -74,13 +74,13 @@ def load(record: dict[str, Any]) -> Event | None:
 
 
 def dump(event: Event) -> dict[str, Any]:
-    """Return an event as the JSON object of its line."""
+    """Convert an event to a JSON object."""
     record = asdict(event)
     extra = record.pop("extra")
     return {"type": event.kind, **record, **extra}  # an Unknown has its own type among its fields
 
 
 def parse(line: str) -> Event | None:
-    """Return the event in a line of a log; None for a torn line, or one that holds no event."""
+    """Return the event in a line of a log; None for an incomplete line, or a line without an event."""
     record = disk.parse(line)
     return None if record is None else load(record)

@@ -1,1 +1,1 @@
-"""One machine: its GPUs, memory, network interfaces and health, whether it may join a run; processes that die with their parent."""
+"""One machine: its GPUs, memory, network interfaces and health, and its admission to a run; processes that die with their parent."""

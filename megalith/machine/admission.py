@@ -1,5 +1,4 @@
-"""Checks of a machine before a start, and before it returns from quarantine. A quick look before a first start; all checks before
-a node returns that was taken out."""
+"""Checks of a machine: quick ones before ranks are first started on it, and all checks before a quarantined node returns."""
 
 import json
 import platform
@@ -15,7 +14,7 @@ from megalith.machine import gpus, health
 from megalith.machine.health import MIB, Finding, Needs
 
 MINIMUM = Needs(memory=256 * MIB, disk=64 * MIB, shared_memory=16 * MIB, loopback=10 * MIB, descriptors=256)
-"""Minimum resources to start a run; far below what a run should have, by which `megalith doctor` judges."""
+"""Minimum resources to start a run. They are far below the recommended ones, by which `megalith doctor` judges."""
 
 ANYWAY = 'To start without this check, set fleet.check to "return"; `megalith doctor` shows more'
 
@@ -26,7 +25,7 @@ FIRST_PAUSE, LAST_PAUSE = 1.0, 10.0  # seconds between checks of a machine that 
 def before_start(folder: Path, *, needs: Needs = MINIMUM) -> list[Finding]:
     """Check a machine before ranks are first started on it, in a tenth of a second. `folder` is where the run will write.
 
-    Measurements of time never fail here: a machine may be busy, and still be sound.
+    Measurements of time never fail here, because a busy machine may be healthy.
     """
     if (mount := disk.bare_mount(folder)) is not None:  # nothing may be written there, not even to look
         limit, way_out = "mounted, as /etc/fstab expects", "Mount it, or choose another --run-dir"
@@ -43,11 +42,11 @@ def before_start(folder: Path, *, needs: Needs = MINIMUM) -> list[Finding]:
 
 
 class UnfitError(RuntimeError):
-    """This machine is not fit to start ranks on, and why."""
+    """This machine is not fit to start ranks on; the message has the reasons."""
 
 
 def admit(folder: Path) -> None:
-    """Check this machine `before_start`, and print the resources that are short. Raises UnfitError with all that failed."""
+    """Check this machine `before_start`, and print resources that are low. Raises UnfitError with all failed checks."""
     found = before_start(folder)
     for one in found:
         if one.verdict == "warn":
@@ -57,9 +56,8 @@ def admit(folder: Path) -> None:
 
 
 def await_fitness(folder: Path, *, seconds: float, notify: Callable[[str], None]) -> bool:
-    """Check this machine `before_start` until it passes, for `seconds` at most; return whether it passed. `notify` is
-    called
-    with the problems whenever they change."""
+    """Check this machine `before_start` until it passes, for `seconds` at most; return True if it passed. `notify` is called with the
+    failed checks whenever they change."""
     end, pause, said = time.monotonic() + seconds, FIRST_PAUSE, list[str]()
     while True:
         found = [one for one in before_start(folder) if one.verdict == "fail"]
@@ -76,15 +74,14 @@ def await_fitness(folder: Path, *, seconds: float, notify: Callable[[str], None]
 
 
 def before_return(folder: Path, *, burn_in: Sequence[str] = (), seconds: float = 120.0) -> list[Finding]:
-    """Check a node that was taken out, before it returns: the doctor's checks, its GPUs', and `burn_in`, a command that prints findings as
+    """Check a quarantined node before it returns: the doctor's checks, checks of its GPUs, and `burn_in`, a command that prints findings as
     JSON within `seconds`."""
     found = [*health.doctor(folder), *gpus.doctor()]
     return [*found, *(burnt(burn_in, seconds=seconds) if burn_in else [])]
 
 
 def burnt(command: Sequence[str], *, seconds: float) -> list[Finding]:
-    """The findings of a burn-in, which runs in a separate process because it needs torch. A burn-in without output, or without
-    output in time, fails."""
+    """Run a burn-in and return its findings. It is a separate process, because it needs torch. A burn-in without output in time fails."""
     check, limit = "burn-in", f"done within {seconds:g} s"
     way_out = "`megalith doctor` on this machine shows more"
     try:
@@ -92,29 +89,29 @@ def burnt(command: Sequence[str], *, seconds: float) -> list[Finding]:
             command, capture_output=True, text=True, errors="replace", timeout=seconds, check=False, stdin=subprocess.DEVNULL
         )
     except subprocess.TimeoutExpired:
-        return [Finding(check, "fail", f"not done in {seconds:g} s", limit, way_out)]
+        return [Finding(check, "fail", f"not finished within {seconds:g} s", limit, way_out)]
     except OSError as error:
         return [Finding(check, "fail", f"could not be started: {error}", limit, way_out)]
     try:
         found = [Finding(**one) for one in json.loads(done.stdout)]
     except (ValueError, TypeError):
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
         return [Finding(check, "fail", f"status {done.returncode}: {last[:300]}", limit, way_out)]
-    return found or [Finding(check, "fail", "it said nothing", limit, way_out)]
+    return found or [Finding(check, "fail", "it printed nothing", limit, way_out)]
 
 
 def burn_in(seconds: float, device: str) -> tuple[str, ...]:
-    """The command of a burn-in for `before_return`; none for 0 seconds. `device`: as `train.device` says."""
+    """Return the command of a burn-in for `before_return`; empty for 0 seconds. `device`: a value of `train.device`."""
     if not seconds:
         return ()
     return (sys.executable, "-m", "megalith.prove.doctor", "--seconds", str(seconds), "--device", device)
 
 
 def failures(found: Iterable[Finding]) -> str:
-    """List the failed checks in words; empty when none failed."""
+    """Describe the failed checks; empty if none failed."""
     return "; ".join(f"{one.check}: {one.value} (limit: {one.limit}). {one.way_out}" for one in found if one.verdict == "fail")
 
 
 def _warns(finding: Finding) -> Finding:
-    """A finding that does not fail, but warns."""
+    """Turn a failure into a warning."""
     return replace(finding, verdict="warn") if finding.verdict == "fail" else finding

@@ -1,4 +1,5 @@
-"""Resources of this machine for training: processors, memory, GPUs. No torch, and nothing that would harm a later fork."""
+"""Resources of this machine for training: processors, memory, GPUs. Uses no torch, and starts nothing (threads, CUDA) that would harm a
+later fork."""
 
 import ctypes
 import os
@@ -8,26 +9,26 @@ from pathlib import Path
 
 PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 OTHER_DEVICES = (Path("/dev/kfd"), Path("/dev/dxg"), Path("/dev/nvmap"))
-"""Devices of GPUs that NVML does not count: AMD's, those under WSL, and Jetson's."""
+"""Device files of GPUs that NVML does not count: AMD, WSL and Jetson."""
 DRIVER_NOT_LOADED, NO_PERMISSION = 9, 4  # of nvml.h
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Resources of one machine. `memory_of` names what grants the memory: the machine, or a control group."""
+    """Resources of one machine. `memory_of` names what limits the memory: the machine, or a control group."""
 
     processors: int
     memory: float
     """Bytes; infinite if unknown."""
     memory_of: str = "this machine"
     gpus: int | None = 0
-    """GPUs that a process started now may use; None where that cannot be told without a GPU runtime."""
+    """Number of GPUs that a process started now may use; None if only a GPU runtime could tell."""
     gpu_memory: float = float("inf")
-    """Bytes of the smallest of them; infinite where unknown."""
+    """Memory of the smallest of these GPUs in bytes; infinite if unknown."""
 
 
 def measure() -> Machine:
-    """Return the resources of this machine for processes that this one starts."""
+    """Return the resources of this machine that child processes of this one may use."""
     memory, memory_of = memory_limit()
     gpus, gpu_memory = find_gpus()
     return Machine(processors(), memory, memory_of, gpus, gpu_memory)
@@ -41,8 +42,8 @@ def processors() -> int:
 
 
 def memory_limit(*, proc: Path = PROC, groups: Path = GROUPS) -> tuple[float, str]:
-    """Return the bytes of memory that this process could ever have, and the name of what limits them: the machine, or the narrowest
-    of the control groups that this process is in (versions 1 and 2)."""
+    """Return the maximum bytes of memory for this process, and the name of what limits them: the machine, or the narrowest of the control
+    groups that this process is in (versions 1 and 2)."""
     limits = {"this machine": _physical(proc)}
     try:
         lines = (proc / "self/cgroup").read_text(encoding="utf-8").splitlines()
@@ -82,7 +83,7 @@ def _physical(proc: Path) -> float:
 def find_gpus(environment: Mapping[str, str] = os.environ) -> tuple[int | None, float]:
     """Return the number of GPUs that a process started now may use (None if unknown), and the bytes of the smallest one.
 
-    The figures come from NVML, which unlike CUDA does not change this process. CUDA_VISIBLE_DEVICES is read as CUDA reads it.
+    The figures come from NVML, which unlike CUDA does not change this process. CUDA_VISIBLE_DEVICES is interpreted as in CUDA.
     """
     memories = _nvml()
     if memories is None or (not memories and any(device.exists() for device in OTHER_DEVICES)):
@@ -93,8 +94,8 @@ def find_gpus(environment: Mapping[str, str] = os.environ) -> tuple[int | None, 
 
 
 def _visible(names: Iterable[str], memories: list[float]) -> list[float]:
-    """Return the memory sizes of the GPUs that these names choose. The list ends at the first name of no GPU. A GPU named by its UUID
-    counts as infinitely large: its size is not looked up."""
+    """Return the memory sizes of the GPUs with these names. As in CUDA, names after the first invalid one are ignored. A GPU named by its
+    UUID gets an infinite size, because its size is not looked up."""
     chosen: list[float] = []
     for name in map(str.strip, names):
         if name.startswith(("GPU-", "MIG-")) and memories:
@@ -111,7 +112,7 @@ class _Memory(ctypes.Structure):
 
 
 def _nvml() -> list[float] | None:
-    """The memory of each NVIDIA GPU in bytes, in CUDA's usual order; empty without a driver, None where the driver does not answer."""
+    """Return the memory of each NVIDIA GPU in bytes, in CUDA's usual order; empty without a driver, None if the driver does not answer."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

@@ -1,4 +1,4 @@
-"""Description of this machine: processor, memory, GPUs, and the software that trains on them. No torch, and no measurements."""
+"""Description of this machine: processor, memory, GPUs, and the software that trains on them. Uses no torch, and measures nothing."""
 
 import os
 import platform
@@ -14,15 +14,15 @@ from megalith.machine import capacity
 
 GIB = 2.0**30
 BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16", "svebf16")
-"""Linux's names for a processor's bf16 multiplication: Intel's and AMD's, then ARM's."""
+"""Flags in /proc/cpuinfo for bf16 multiplication: Intel's and AMD's, then ARM's."""
 AMPERE = 8.0
-"""The first compute capability whose tensor cores take bf16."""
+"""The first compute capability whose tensor cores support bf16."""
 QUERY = "name,memory.total,compute_cap,driver_version"
 
 
 @dataclass(frozen=True)
 class GpuModel:
-    """One GPU, as nvidia-smi describes it. `memory` is in bytes; `bf16`: its tensor cores take bf16."""
+    """One GPU, as nvidia-smi describes it. `memory` is in bytes; `bf16`: True if its tensor cores support bf16."""
 
     name: str
     memory: float
@@ -32,24 +32,24 @@ class GpuModel:
 
 @dataclass(frozen=True)
 class Description:
-    """A machine. Sizes are bytes; None where the system does not say. `memory_of` names what limits the memory."""
+    """A machine. Sizes are bytes; None means unknown. `memory_of` names what limits the memory."""
 
     system: str
     python: str
     megalith: str
     torch: str | None
-    """The installed version, with the CUDA version that it was built for behind the plus sign."""
+    """The installed version; the part after the plus sign is the CUDA version for which it was built."""
     processor: str
     processors: int
-    """Processors that this process may run on."""
+    """Number of processors on which this process may run."""
     processor_bf16: bool | None
     memory: float | None
     memory_of: str
     shared_memory: float | None
     gpu_count: int | None
-    """GPUs that a process started now may use; None where only a GPU runtime can tell."""
+    """Number of GPUs that a process started now may use; None if only a GPU runtime could tell."""
     gpus: tuple[GpuModel, ...]
-    """GPUs of the machine, if nvidia-smi describes them; CUDA_VISIBLE_DEVICES does not hide them here."""
+    """All GPUs that nvidia-smi lists, whatever CUDA_VISIBLE_DEVICES says."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the description as a JSON object."""
@@ -57,7 +57,7 @@ class Description:
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the description as names and text."""
-        bf16 = {True: "multiplies bf16 itself", False: "no bf16 products: precision fp32 is faster here", None: "bf16 unknown"}
+        bf16 = {True: "has bf16 instructions", False: "no bf16 instructions: precision fp32 is faster here", None: "bf16 unknown"}
         rows = [
             ("system", self.system),
             ("Python", self.python),
@@ -87,7 +87,7 @@ class Description:
 
 
 def describe() -> Description:
-    """Describe this machine. Takes as long as nvidia-smi, if that is installed."""
+    """Describe this machine. Takes as long as nvidia-smi, if it is installed."""
     found = capacity.measure()
     name, bf16 = processor()
     return Description(
@@ -107,7 +107,7 @@ def describe() -> Description:
 
 
 def processor(proc: Path = capacity.PROC) -> tuple[str, bool | None]:
-    """Return the processor's name, and whether it multiplies bf16 (None where the system does not say)."""
+    """Return the processor's name, and True if it has bf16 instructions (None if unknown)."""
     try:
         lines = (proc / "cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -119,7 +119,7 @@ def processor(proc: Path = capacity.PROC) -> tuple[str, bool | None]:
 
 
 def read_gpus(text: str) -> list[GpuModel]:
-    """Return the GPUs that `nvidia-smi --query-gpu` printed as CSV without units; other lines are left out."""
+    """Parse the GPUs that `nvidia-smi --query-gpu` printed as CSV without units; other lines are ignored."""
     found = list[GpuModel]()
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",")]

@@ -1,6 +1,6 @@
-"""Health of this machine's GPUs from `nvidia-smi`, the kernel's log and DCGM, as far as they are installed.
+"""Health of this machine's GPUs, from `nvidia-smi`, the kernel's log and DCGM, if these are available.
 
-The programs run here; pure functions parse and judge their output. None needs torch. All findings are `health.Finding`s.
+This module runs the programs; pure functions parse and judge their output. None needs torch. All findings are `health.Finding`s.
 """
 
 import json
@@ -28,16 +28,15 @@ HARDWARE = {
     92: "many single-bit ECC errors",
     95: "uncontained ECC error",
     110: "security fault",
-    119: "the GPU's system processor does not answer",
-    120: "the GPU's system processor failed",
+    119: "the GPU system processor (GSP) does not answer",
+    120: "the GPU system processor (GSP) failed",
     140: "unrecovered ECC error",
 }
-"""Numbers of the Xid messages that report a fault of the device. The many other codes can also come from a program, or report a
-repair."""
+"""Xid codes that report a hardware fault. Other codes can also be caused by a program, or report a repair."""
 
 
 def doctor(*, diagnose: bool = True) -> list[Finding]:
-    """Every check of this machine's GPUs; empty without `nvidia-smi`. `diagnose`: also by DCGM, which takes seconds."""
+    """Run every check of this machine's GPUs; return no findings without `nvidia-smi`. `diagnose`: also run DCGM, which takes seconds."""
     if shutil.which("nvidia-smi") is None:
         return []
     found = smi(*_ask("nvidia-smi", "-q", "-x", seconds=ASK_SECONDS))
@@ -50,7 +49,7 @@ def doctor(*, diagnose: bool = True) -> list[Finding]:
 
 
 def _ask(*command: str, seconds: float) -> tuple[int, str]:
-    """Return a program's status and output. A program that does not answer in time is killed, and the output says so."""
+    """Return a program's status and output. A program that does not end in time is killed, and the returned output is a note about this."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
@@ -61,7 +60,7 @@ def _ask(*command: str, seconds: float) -> tuple[int, str]:
 
 
 def _up() -> float:
-    """Seconds since the kernel started; its log has the same clock."""
+    """Seconds since the kernel started, by the clock of its log."""
     try:
         return float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
     except OSError:
@@ -70,8 +69,8 @@ def _up() -> float:
 
 @dataclass(frozen=True)
 class Gpu:
-    """State of one GPU from `nvidia-smi -q -x`. Counts are None if the device does not count (no ECC); `slowed` has the driver's
-    names for the current causes of a slowdown."""
+    """State of one GPU from `nvidia-smi -q -x`. Counts are None if the device does not count errors (no ECC). `slowed`: the driver's names
+    for current causes of a slowdown."""
 
     name: str
     place: str
@@ -91,15 +90,15 @@ def smi(code: int, text: str) -> list[Finding]:
     try:
         gpus = read(text) if code == 0 else None
     except ElementTree.ParseError as error:
-        return [Finding(name, "warn", f"its answer cannot be read ({error})", limit, "Look at `nvidia-smi -q` yourself")]
+        return [Finding(name, "warn", f"its output cannot be parsed ({error})", limit, "Look at `nvidia-smi -q` yourself")]
     if gpus is None:
-        way_out = "Reset the GPUs, or restart the machine; is the driver loaded?"
+        way_out = "Check that the driver is loaded. Reset the GPUs, or restart the machine"
         return [Finding(name, "fail", f"status {code}: {' '.join(text.split())[:200]}", limit, way_out)]
     return [finding for number, gpu in enumerate(gpus) for finding in judge(gpu, number)]
 
 
 def read(text: str) -> list[Gpu]:
-    """The GPUs that `nvidia-smi -q -x` describes. Raises ElementTree.ParseError if the text is not XML."""
+    """Parse the output of `nvidia-smi -q -x`. Raises ElementTree.ParseError if the text is not XML."""
     return [_read(one) for one in ElementTree.fromstring(text).iter("gpu")]
 
 
@@ -129,13 +128,13 @@ _SLOWED = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_
 
 
 def _number(text: str) -> float | None:
-    """The number that a value begins with ("34 C"); None for "N/A"."""
+    """Return the number at the beginning of a value such as "34 C"; None for "N/A"."""
     found = re.match(r"-?\d+(\.\d+)?", text)
     return float(found[0]) if found else None
 
 
 def _uncorrected(counts: ElementTree.Element | None) -> int | None:
-    """All uncorrected errors of one list: drivers name them by memory, and since 2023 also by how they were detected."""
+    """Add up the uncorrected errors in one list, under the names of all driver versions; None if there are no counts."""
     if counts is None:
         return None
     values = [_number((one.text or "").strip()) for one in counts if "uncorrectable" in one.tag and "source" not in one.tag]
@@ -163,33 +162,33 @@ def judge(gpu: Gpu, number: int) -> list[Finding]:
 def _judge_errors(gpu: Gpu, check: str) -> Finding:
     limit = "0 uncorrected errors"
     if gpu.uncorrected is None:
-        return Finding(check, "ok", f"not counted on this {gpu.name}", limit)
+        return Finding(check, "ok", f"this {gpu.name} does not count them", limit)
     ever = gpu.uncorrected_ever or 0
     value = f"{gpu.uncorrected:,} uncorrected errors since the driver was loaded, {ever:,} ever"
     if gpu.uncorrected:
         return Finding(check, "fail", value, limit, f"Reset the GPU at {gpu.place}; if the errors return, replace the GPU")
-    return Finding(check, "warn" if ever else "ok", value, limit, "Watch this GPU: it has had them before" if ever else "")
+    return Finding(check, "warn" if ever else "ok", value, limit, "Watch this GPU, which had such errors before" if ever else "")
 
 
 def _judge_spoilt(gpu: Gpu, check: str) -> Finding:
     limit = "nothing to be replaced"
-    value = f"{gpu.spoilt} rows or pages taken out after uncorrected errors"
+    value = f"{gpu.spoilt} rows or pages retired after uncorrected errors"
     if gpu.beyond_repair:
         return Finding(check, "fail", f"{value}, and no spare rows are left", limit, f"Have the GPU at {gpu.place} replaced")
     if gpu.pending:
-        return Finding(check, "fail", f"{value}, more at the next reset", limit, f"Reset the GPU at {gpu.place}")
+        return Finding(check, "fail", f"{value}, and more will be at the next reset", limit, f"Reset the GPU at {gpu.place}")
     return Finding(check, "ok", value, limit)
 
 
 def _judge_heat(gpu: Gpu, check: str) -> Finding:
     if gpu.celsius is None:
-        return Finding(check, "ok", "not said", "not slowed down")
+        return Finding(check, "ok", "unknown", "not slowed down")
     limit = f"below {gpu.slow_above:g} C, not slowed down" if gpu.slow_above is not None else "not slowed down"
     hot = gpu.slow_above is not None and gpu.celsius >= gpu.slow_above
     value = f"{gpu.celsius:g} C" + "".join(f", {reason}" for reason in gpu.slowed)
     bad = hot or bool(gpu.slowed)
     return Finding(
-        check, "warn" if bad else "ok", value, limit, "Check cooling and power: the GPU computes slower" if bad else ""
+        check, "warn" if bad else "ok", value, limit, "Check cooling and power, because the GPU is slowed down" if bad else ""
     )
 
 
@@ -197,12 +196,12 @@ _XID = re.compile(r"^(?:\[\s*([\d.]+)\])?.*NVRM: Xid \(([^)]*)\): (\d+)", re.MUL
 
 
 def xids(log: str, *, up: float) -> Finding:
-    """Errors that the driver wrote to the kernel's `log`. `up`: seconds since the kernel started, as its lines count."""
+    """Judge the driver's errors in the kernel's `log`. `up`: the current time on the log's clock (seconds since the kernel started)."""
     check, limit = "Xid", f"no hardware error within {RECENT_SECONDS / 60:g} minutes"
     found = [(float(at) if at else up, place.removeprefix("PCI:"), int(number)) for at, place, number in _XID.findall(log)]
     telling = [(at, f"{number} ({HARDWARE[number]}) of {place}") for at, place, number in found if number in HARDWARE]
     if not telling:
-        return Finding(check, "ok", f"{len(found)} messages in the kernel's log, none of hardware" if found else "none", limit)
+        return Finding(check, "ok", f"{len(found)} messages in the kernel's log, none about hardware" if found else "none", limit)
     fresh = [text for at, text in telling if up - at <= RECENT_SECONDS]
     verdict: Verdict = "fail" if fresh else "warn"
     listed = ", ".join(dict.fromkeys(fresh or [text for _, text in telling]))
@@ -211,23 +210,24 @@ def xids(log: str, *, up: float) -> Finding:
 
 
 def diagnosis(code: int, text: str) -> Finding:
-    """Judge the result of `dcgmi diag -r 1 -j`. Its releases 2 to 4 name the outermost object differently."""
+    """Judge the result of `dcgmi diag -r 1 -j`. The name of the outermost object differs between DCGM 2, 3 and 4."""
     check, limit = "DCGM", "no test of `dcgmi diag -r 1` fails"
     tests = _tests(text)
     if tests is None:
-        value = f"no diagnosis (status {code}): {' '.join(text.split())[:200]}"
-        return Finding(check, "warn", value, limit, "Start its host engine: `nv-hostengine`")
+        value = f"no diagnosis in its output (status {code}): {' '.join(text.split())[:200]}"
+        return Finding(check, "warn", value, limit, "Start DCGM's host engine: `nv-hostengine`")
     failed = [
         Finding(name, "fail" if status == "fail" else "warn", "", "") for name, status in tests if status in ("fail", "warn")
     ]
     if not failed:
         return Finding(check, "ok", f"{sum(status == 'pass' for _, status in tests)} tests passed", limit)
     listed = ", ".join(dict.fromkeys(f"{one.check}: {one.verdict}" for one in failed))
-    return Finding(check, worst(failed), listed, limit, "`dcgmi diag -r 1` shows why and names the GPU")
+    return Finding(check, worst(failed), listed, limit, "`dcgmi diag -r 1` shows the reason and the GPU")
 
 
 def _tests(text: str) -> list[tuple[str, str]] | None:
-    """Each result as (the test's name, "pass", "fail", "warn" or "skip"); None if the text is no diagnosis."""
+    """Return each result as (name of the test, status), where the status is "pass", "fail", "warn" or "skip"; None if the text is no
+    diagnosis."""
     try:
         record = json.loads(text[text.find("{") : text.rfind("}") + 1])  # words may stand around it
         categories = next(value["test_categories"] for value in record.values() if "test_categories" in value)

@@ -1,4 +1,4 @@
-"""Is this machine fit to train on? Small checks that need neither torch nor a GPU; each measures, and a pure function judges.
+"""Small checks of a machine's fitness for training, which need neither torch nor a GPU. Each check measures, and a pure function judges.
 
 `megalith doctor` runs them; `admission.py` chooses those that run before a start and before a quarantined node returns. Checks of
 GPUs are in `gpus.py`. Checks that need torch (a burn-in of matrix products, a collective over the ranks) are in
@@ -27,7 +27,7 @@ _ORDER: dict[Verdict, int] = {"ok": 0, "warn": 1, "fail": 2}
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check. `value` and `limit` in words with their unit; `way_out` is empty when all is well."""
+    """Result of one check. `value` and `limit` are texts with units; `way_out` is empty if the verdict is "ok"."""
 
     check: str
     verdict: Verdict
@@ -40,13 +40,13 @@ class Finding:
         return f"{self.verdict:4} {self.check}: {self.value} (limit: {self.limit}){tail}"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the values for programs, as a JSON object."""
+        """Return the finding as a JSON object."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Needs of a run from a machine, in bytes, bytes/s and numbers. The defaults are what any run needs."""
+    """Requirements of a run on a machine, in bytes, bytes/s, numbers and seconds. The defaults are the recommended minimum for any run."""
 
     memory: float = 2 * GIB
     disk: float = 2 * GIB
@@ -58,7 +58,7 @@ class Needs:
 
 
 def doctor(folder: Path, *, needs: Needs | None = None) -> list[Finding]:
-    """Every check of this machine; `folder` is where the run will write. Takes about a second."""
+    """Run every check of this machine; `folder` is where the run will write. Takes about a second."""
     asked = needs or Needs()
     return [
         memory(asked.memory),
@@ -84,7 +84,7 @@ def worst(findings: Iterable[Finding]) -> Verdict:
 def at_least(
     check: str, value: float, limit: float, *, form: Callable[[float], str], way_out: str, margin: float = 1.5
 ) -> Finding:
-    """Judge a value that should be large: below `limit` fails, below `margin` times that warns."""
+    """Judge a value that should be large: a value below `limit` fails, one below `margin` times `limit` warns."""
     verdict: Verdict = "fail" if value < limit else "warn" if value < limit * margin else "ok"
     return Finding(check, verdict, form(value), f"at least {form(limit)}", "" if verdict == "ok" else way_out)
 
@@ -98,7 +98,7 @@ def _speed(value: float) -> str:
 
 
 def memory(limit: float) -> Finding:
-    """Memory that is available without swapping, of this machine or of this process's control group."""
+    """Check the memory that is available without swapping, on this machine and in this process's control group."""
     way_out = "Stop other programs on this machine, or use fewer ranks, a smaller microbatch or more recomputation"
     return at_least("memory", min(_available(), _left_in_group()), limit, form=_size, way_out=way_out)
 
@@ -112,7 +112,7 @@ def _available() -> float:
 
 
 def _left_in_group(root: Path = Path("/sys/fs/cgroup")) -> float:
-    """Return the memory that the control group (version 2) still grants; infinite without a limit."""
+    """Return the memory that is left in the control group (version 2); infinite without a limit."""
     try:
         most, used = ((root / f"memory.{name}").read_text(encoding="utf-8").strip() for name in ("max", "current"))
     except OSError:
@@ -120,21 +120,21 @@ def _left_in_group(root: Path = Path("/sys/fs/cgroup")) -> float:
     return float("inf") if most == "max" else max(0.0, float(most) - float(used))
 
 
-UNSEEN = "Check that its file system is mounted and answers, or use another folder"
+UNSEEN = "Check that its file system is mounted and responds, or use another folder"
 
 
 def disk_space(folder: Path, limit: float) -> Finding:
-    """Free space where the run will write. A folder that cannot be accessed fails."""
+    """Check the free space where the run will write. A folder that cannot be accessed fails."""
     try:
         free = shutil.disk_usage(_existing(folder)).free
     except OSError as error:
         return Finding("disk space", "fail", f"{folder} cannot be accessed: {error.strerror}", f"at least {_size(limit)}", UNSEEN)
-    way_out = f"Free some of {folder}, use another run folder, or keep fewer checkpoints (checkpoint.keep)"
+    way_out = f"Free space in {folder}, use another run folder, or keep fewer checkpoints (checkpoint.keep)"
     return at_least("disk space", free, limit, form=_size, way_out=way_out)
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the nearest existing one above it."""
+    """Return the folder, or the nearest existing folder above it."""
     found = folder.resolve()
     while not found.exists():
         found = found.parent
@@ -155,14 +155,14 @@ def writable(folder: Path) -> Finding:
 
 
 def disk_speed(folder: Path, limit: float, *, size: int = 32 << 20) -> Finding:
-    """Measure how fast a file is written and flushed. A folder that cannot be written to fails."""
+    """Check the speed at which a file is written and flushed. A folder that is not writable fails."""
     try:
         seconds = _write(_existing(folder) / f".doctor-{os.getpid()}", size)
     except OSError as error:
         return Finding(
             "disk speed", "fail", f"cannot be written: {error.strerror}", f"at least {_speed(limit)}", "Use another folder"
         )
-    way_out = f"{folder} is slow: saves will take long. Use a local disk or a faster store, or save less often"
+    way_out = f"{folder} is slow, so saving will take long. Use a local disk or a faster store, or save less often"
     return at_least("disk speed", size / seconds, limit, form=_speed, way_out=way_out)
 
 
@@ -181,7 +181,7 @@ def _write(path: Path, size: int) -> float:
 
 
 def shared_memory(limit: float, folder: Path = Path("/dev/shm")) -> Finding:
-    """Room for copies of the state, and for the files of NCCL and gloo there."""
+    """Check the free space of /dev/shm, for copies of the state and for files of NCCL and gloo."""
     if not folder.is_dir():
         return Finding("shared memory", "warn", f"there is no {folder}", f"at least {_size(limit)}", "Set fleet.memory_every = 0")
     way_out = f"Make {folder} larger (`mount -o remount,size=...`; in a container, --shm-size or an emptyDir of medium Memory)"
@@ -189,7 +189,7 @@ def shared_memory(limit: float, folder: Path = Path("/dev/shm")) -> Finding:
 
 
 def descriptors(limit: int) -> Finding:
-    """Check how many files and sockets a process may open; every rank holds one for each peer."""
+    """Check the number of files and sockets that a process may open; every rank needs one socket for each peer."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = (sys.maxsize if value == resource.RLIM_INFINITY else value for value in (soft, hard))
     way_out = f"`ulimit -n {limit}`" if hard >= limit else f"Raise the hard limit ({hard:,}) in limits.conf or the service's unit"
@@ -197,30 +197,34 @@ def descriptors(limit: int) -> Finding:
 
 
 def clock(limit: float, *, seconds: float = 0.2, now: Callable[[], float] = time.time) -> Finding:
-    """Check that the wall clock runs like the monotonic one: a clock that jumps makes timelines wrong."""
+    """Check that the wall clock advances like the monotonic clock, because a clock that jumps makes timelines wrong."""
     wall, steady = now(), time.monotonic()
     time.sleep(seconds)
     off = abs((now() - wall) - (time.monotonic() - steady))
     verdict: Verdict = "fail" if off > limit else "warn" if off > limit / 10 else "ok"
-    way_out = "" if verdict == "ok" else "Something sets the clock in steps. Let chrony or ntpd slew it"
+    way_out = "" if verdict == "ok" else "Something sets the clock in steps. Configure chrony or ntpd to slew it"
     return Finding("clock", verdict, f"{off * 1e3:.2g} ms off in {seconds:g} s", f"at most {limit * 1e3:g} ms", way_out)
 
 
 def clock_synchronised() -> Finding:
-    """Check that the kernel reports a synchronised clock: the times of several nodes are compared."""
+    """Check that the kernel reports a synchronised clock, because times of several nodes are compared."""
     name, limit = "clock synchronised", "kept by NTP or PTP"
     status = _clock_status()
     if status is None:
         return Finding(name, "ok", "the kernel does not report it", limit)
     if status == 5:  # TIME_ERROR of adjtimex(2)
         return Finding(
-            name, "warn", "no", limit, "Start chrony or ntpd: times of nodes without a synchronised clock cannot be compared"
+            name,
+            "warn",
+            "no",
+            limit,
+            "Start chrony or ntpd, because times of nodes with unsynchronised clocks cannot be compared",
         )
     return Finding(name, "ok", "yes", limit)
 
 
 def _clock_status() -> int | None:
-    """adjtimex(2) with no change asked for; None if it does not exist or is forbidden."""
+    """Return the status of adjtimex(2), called without changes; None if it does not exist or is forbidden."""
     if sys.platform != "linux":
         return None
     buffer = ctypes.create_string_buffer(512)  # more than struct timex takes on any machine; zero modes only read
@@ -229,9 +233,8 @@ def _clock_status() -> int | None:
 
 
 def loopback(limit: float, *, size: int = 64 << 20, patience: float = 10.0, timed: bool = True) -> Finding:
-    """Measure how fast bytes go from one socket to another through this machine's network stack, as for gloo on one machine.
-    `timed` False: a slow loopback, or one that takes more than `patience` seconds for anything, warns, and fails only if it does
-    not work.
+    """Check the speed between two sockets through this machine's network stack, which gloo uses on one machine. `timed` False: a loopback
+    that is slow, or does not answer for `patience` seconds, only warns; one that does not work fails.
     """
     way_out = "The machine is busy, or its loopback is filtered: look for other processes and firewall rules"
     slow: Verdict = "fail" if timed else "warn"
@@ -246,7 +249,7 @@ def loopback(limit: float, *, size: int = 64 << 20, patience: float = 10.0, time
 
 
 def _send_to_yourself(size: int, patience: float) -> float:
-    """Bytes a second over TCP on 127.0.0.1. Raises OSError, TimeoutError when nothing arrives for `patience` seconds."""
+    """Return the bytes a second over TCP on 127.0.0.1. Raises OSError; TimeoutError if nothing arrives for `patience` seconds."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(patience)
         client = socket.create_connection(server.getsockname(), timeout=patience)
@@ -261,7 +264,7 @@ def _send_to_yourself(size: int, patience: float) -> float:
             seconds = time.perf_counter() - began
             sender.join(timeout=patience)
     if left > 0:
-        raise ConnectionAbortedError(errno.ECONNABORTED, "the connection ended before all had arrived")
+        raise ConnectionAbortedError(errno.ECONNABORTED, "the connection ended before all bytes had arrived")
     return size / seconds
 
 

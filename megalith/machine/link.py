@@ -1,4 +1,4 @@
-"""State of a network interface, as the kernel knows it: on request, or at once when it changes (netlink, see rtnetlink(7))."""
+"""State of a network interface according to the kernel: on request, or by notification of changes (netlink, see rtnetlink(7))."""
 
 import fcntl
 import os
@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping
 
 NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Variables that say by which interface ranks communicate."""
+"""Environment variables that select the interface by which ranks communicate."""
 
 _GET_FLAGS, _SET_FLAGS, _UP, _RUNNING = 0x8913, 0x8914, 0x1, 0x40
 _REQUEST = struct.Struct("16sh14x")  # struct ifreq: name, flags
@@ -18,7 +18,7 @@ _ROUTE = 0  # NETLINK_ROUTE
 
 
 def named(environment: Mapping[str, str] = os.environ) -> str | None:
-    """The interface set for the ranks' communication; None if none or several are named."""
+    """Return the interface that is set for the ranks' communication; None if none is set, or its value is not one existing interface."""
     name = next((environment[variable] for variable in NAMES if environment.get(variable)), "")
     return name if name in {known for _, known in socket.if_nameindex()} else None
 
@@ -44,7 +44,8 @@ def take_down(name: str) -> None:
 
 
 def watch(name: str, down: Callable[[], None]) -> None:
-    """Call `down` once, from a thread, when an interface is or goes down in the network that the caller sees now."""
+    """Call `down` once an interface of the caller's current network namespace goes down: from a thread, or at once if it is down
+    already."""
     news = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _ROUTE)
     news.bind((0, _LINK_NEWS))
     index = socket.if_nametoindex(name)

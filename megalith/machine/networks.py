@@ -1,8 +1,6 @@
-"""Nodes of one machine as network namespaces of Linux, each with one interface at a switch: an unplugged node is really
-unreachable.
+"""Nodes on one machine as Linux network namespaces, each with one interface at a switch, so that an unplugged node is really unreachable.
 
-A campaign makes them to have interfaces that it can take down without harm to others. Ranks enter their node's namespace if
-`VARIABLE` is set.
+A campaign uses them to take interfaces down without affecting others. Ranks enter their node's namespace if `VARIABLE` is set.
 """
 
 import contextlib
@@ -22,7 +20,7 @@ _CLONE_NEWNET = 0x40000000
 
 @dataclass(frozen=True)
 class Network:
-    """Namespaces of nodes; `family` and a dash begin their names."""
+    """Namespaces of nodes; their names begin with `family` and a dash."""
 
     family: str
 
@@ -35,7 +33,7 @@ class Network:
         return f"10.77.0.{number + 1}"
 
     def set_up(self, node: str, address: str, *, mtu: int | None = None) -> None:
-        """Give a node's interface its address, and take it up."""
+        """Set the address of a node's interface, and bring the interface up."""
         own = self.namespace(node)
         _ip("-n", own, "address", "add", f"{address}/24", "dev", INTERFACE)
         if mtu is not None:
@@ -44,7 +42,8 @@ class Network:
             _ip("-n", own, "link", "set", device, "up")
 
     def start(self, node: str, act: Callable[[], object]) -> int:
-        """Do something on a node in a process of its own; return the process, which ends with status 0, or 1 if that failed."""
+        """Call `act` on a node in a new process, and return the process id. The process ends with status 0, or 1 if `act` raised an
+        exception."""
         process = os.fork()
         if process == 0:
             code = 1
@@ -58,7 +57,7 @@ class Network:
         return process
 
     def plug(self, node: str, *, connected: bool) -> None:
-        """Take a node's interface up or down."""
+        """Bring a node's interface up, or take it down."""
         _ip("-n", self.namespace(node), "link", "set", INTERFACE, "up" if connected else "down")
 
     def is_connected(self, node: str) -> bool:
@@ -67,7 +66,7 @@ class Network:
 
 
 def find(environment: Mapping[str, str] = os.environ) -> Network | None:
-    """The network of this run's nodes; None if they share the machine's."""
+    """Return the network of this run's nodes; None if they use the machine's own network."""
     family = environment.get(VARIABLE)
     return Network(family) if family else None
 
@@ -87,11 +86,11 @@ def enter(node: str) -> None:
 
 
 def missing() -> str | None:
-    """Return why namespaces cannot be made here; None if they can."""
+    """Return the reason why namespaces cannot be made here; None if they can."""
     if shutil.which("ip") is None:
         return "needs `ip` (apt install iproute2)"
     if os.geteuid() != 0:
-        return "needs root, because only root may make network namespaces"
+        return "needs root, who alone may make network namespaces"
     try:
         with joined(["probe"]):
             return None

@@ -1,4 +1,4 @@
-"""Origin of a run: its host, command and commit, for people who tell runs apart. The user's name is left out."""
+"""Origin of a run: its host, command and commit, so that people can identify it. The user's name is left out."""
 
 import contextlib
 import getpass
@@ -10,19 +10,19 @@ import sys
 from pathlib import Path
 
 OURS = ("megalith", "cli.py")
-"""Names of this program: of the installed command, and of `python -m megalith.cli`."""
+"""Names of this program: as the installed command, and as `python -m megalith.cli`."""
 SECONDS = 5.0  # for git, which may read from a slow disk
 
 
 def origin() -> dict[str, str]:
-    """Return the host's name, the command of this process and the commit in its directory; without those that are unknown."""
+    """Return the host's name, the command of this process and the commit in its directory; unknown ones are left out."""
     host = re.sub(rf"\b{re.escape(user)}\b", "USER", socket.gethostname()) if (user := _user()) else socket.gethostname()
     found = {"host": host, "command": without_user(_command()), "commit": _commit()}
     return {name: value for name, value in found.items() if value}
 
 
 def without_user(words: str) -> str:
-    """Return words with the user's home folder as `~`, and USER in the place of the user's name in paths."""
+    """Return a text in which `~` replaces the user's home folder, and USER the user's name in paths."""
     if (home := str(Path.home())) != "/":
         words = re.sub(rf"{re.escape(home)}(?![\w.-])", "~", words)
     return re.sub(rf"(?<=[/@]){re.escape(user)}(?![\w.-])", "USER", words) if (user := _user()) else words
@@ -35,7 +35,7 @@ def _user() -> str:
 
 
 def _command() -> str:
-    """Return this process's command; of another program than Megalith the name only, because its arguments may be private."""
+    """Return this process's command. For a program other than Megalith, return only its name, because its arguments may be private."""
     program = Path(sys.argv[0]).name
     return shlex.join(["megalith", *sys.argv[1:]]) if program in OURS else program
 

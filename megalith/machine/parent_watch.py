@@ -1,7 +1,7 @@
-"""A process that dies with its parent: by the kernel's parent-death signal where there is one, and by a pipe everywhere.
+"""Makes a process die with its parent: on Linux by the kernel's parent-death signal, and on all systems by a pipe.
 
-The pipe's only writing end is held by the supervisor and never written to. However the supervisor ends, the kernel closes
-that end, and every process that holds the reading end sees the end of the file.
+Only the supervisor holds the pipe's write end, and it never writes. However the supervisor ends, the kernel closes the write end, and every
+process with the read end sees the end of the file.
 """
 
 import ctypes
@@ -15,17 +15,18 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the kernel to SIGKILL this process when its parent (process id `parent`) ends; only checks for it outside Linux.
+    """Ask the kernel to SIGKILL this process when its parent (process id `parent`) ends. Outside of Linux, only check that the parent
+    exists.
 
-    Must be called again after every fork (a child does not inherit it). If the parent had already ended, this process ends at
-    once: it would get no signal.
+    Must be called again after every fork (a child does not inherit it). If the parent has already ended, this process ends at once, because
+    it would get no signal.
     """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         arguments = [ctypes.c_ulong(value) for value in (signal.SIGKILL, 0, 0, 0)]
         if libc.prctl(_PR_SET_PDEATHSIG, *arguments) != 0:
             reason = os.strerror(ctypes.get_errno())
-            print(f"no parent-death signal ({reason}): the pipe alone is watched", file=sys.stderr)
+            print(f"no parent-death signal ({reason}): only the pipe is watched", file=sys.stderr)
     if os.getppid() != parent:
         os._exit(1)
 
@@ -39,7 +40,7 @@ def _end() -> NoReturn:
 def watch(pipe: int) -> None:
     """Start a thread that ends this process when the other end of the pipe `pipe` closes.
 
-    For ranks only: a fork server must stay without threads.
+    Only for ranks, because a fork server must not have threads.
     """
 
     def wait() -> None:

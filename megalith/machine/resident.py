@@ -1,4 +1,4 @@
-"""The memory of this process: what it has, as the operating system counts it, and what it keeps."""
+"""The memory of this process: its resident size, and a setting to keep freed memory."""
 
 import ctypes
 import platform
@@ -9,7 +9,7 @@ M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
 
 
 def resident_bytes() -> int:
-    """Bytes of this process that are in memory now (Linux; elsewhere the maximum so far)."""
+    """Resident bytes of this process now (outside of Linux, the maximum so far)."""
     try:
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[1]) * resource.getpagesize()
@@ -18,12 +18,12 @@ def resident_bytes() -> int:
 
 
 def most_resident_bytes() -> int:
-    """The maximum bytes of this process in memory so far."""
+    """Maximum resident bytes of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def keep_memory() -> None:
-    """Tell glibc to keep freed memory. A step frees and allocates gigabytes. If they went back to the kernel, every page would be
+    """Tell glibc to keep freed memory. A step frees and allocates gigabytes. If freed memory went back to the kernel, every page would be
     zeroed and faulted in again, which on a CPU can cost more than the arithmetic. Without glibc this does nothing."""
     if platform.libc_ver()[0] != "glibc":
         return

@@ -1,8 +1,8 @@
 """A slow link on one machine, without a kernel module: bandwidth, delay, lost packets and outages in user space.
 
-As root it is a wire between two network namespaces, each with a TUN device: it carries IP packets, and TCP is the kernel's own.
-Otherwise it is a relay on the loopback address, through which one site connects to another. It carries streams, so a lost packet only
-delays what follows, as its repetition would.
+With root permission, the link is a wire between two network namespaces with TUN devices: it carries IP packets, and the kernel's TCP
+handles losses. Otherwise it is a relay on the loopback address, through which one site connects to another. A relay carries streams, so a
+lost packet only delays the stream, as a retransmission would.
 """
 
 import contextlib
@@ -25,22 +25,22 @@ from megalith.machine import networks
 from megalith.machine.networks import INTERFACE, Network
 
 MTU = 9000
-"""Largest bytes of a packet: small packets would occupy a processor."""
+"""Maximum bytes of a packet; smaller packets would keep a CPU busy."""
 QUEUE_SECONDS = 1.0
-"""Time that a packet may wait for the wire before it is dropped, or a stream is no longer read."""
+"""Maximum queue of a wire: beyond it, packets are dropped and streams are not read."""
 _TUN, _NO_HEADER, _SET_INTERFACE = 0x0001, 0x1000, 0x400454CA  # IFF_TUN, IFF_NO_PI, TUNSETIFF
 _BEGINS = 0x02  # SYN, which has a number of its own in the stream
 SEGMENT = 1460
-"""Bytes of a packet of a relayed stream, each of which may be lost."""
+"""Bytes of a simulated packet of a relayed stream; each packet may be lost."""
 REPEATED_SECONDS = 0.2
-"""Delay of a stream one of whose packets was lost: Linux's least time before it is sent again."""
+"""Delay of a stream with a lost packet: Linux's minimum time before a retransmission."""
 _SHARED = struct.Struct("<BB6xd4Q")  # cut; times torn; loss; bytes that crossed in each direction; packets lost in each direction
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """Properties of a link. `megabits`: millions of bits a second in each direction; `milliseconds`: of a round trip; `loss`:
-    share of packets that are lost at first; `seed`: chooses which."""
+    """Properties of a link. `megabits`: millions of bits a second in each direction; `milliseconds`: round-trip time; `loss`: initial share
+    of lost packets; `seed`: determines which packets are lost."""
 
     megabits: float
     milliseconds: float
@@ -49,20 +49,20 @@ class Conditions:
 
 
 class Lane:
-    """One direction of a wire: data queues for it, crosses at its rate, and arrives after half a round trip."""
+    """One direction of a wire. Data waits in a queue, is sent at the wire's rate, and arrives half a round trip later."""
 
     def __init__(self, conditions: Conditions) -> None:
         self._rate, self._delay = 1e6 * conditions.megabits / 8, conditions.milliseconds / 2000
         self._crossing = deque[tuple[float, bytes]]()
         self._free = 0.0
-        """Time at which the last data put has left its end."""
+        """Time at which all data in the queue has been sent."""
 
     def backlog(self, now: float) -> float:
-        """Return the seconds that data put now would wait for the wire."""
+        """Return the seconds for which data put now would wait in the queue."""
         return max(0.0, self._free - now)
 
     def put(self, data: bytes, now: float, *, late: float = 0.0) -> None:
-        """Queue data behind the data put before. It leaves `late` seconds later than it could."""
+        """Append data to the queue. `late`: additional seconds before it is sent."""
         self._free = max(self._free, now) + late + len(data) / self._rate
         self._crossing.append((self._free + self._delay, data))
 
@@ -78,8 +78,8 @@ class Lane:
 
 
 class Wire:
-    """A wire that a process of its own keeps up. `network`: the namespaces at its ends, None on loopback. `address`: where the relay
-    listens, None between namespaces."""
+    """Control of a wire that a separate process operates. `network`: the namespaces at its ends; None for a relay. `address`: the relay's
+    address; None for a wire between namespaces."""
 
     def __init__(
         self, network: Network | None = None, address: tuple[str, int] | None = None, *, conditions: Conditions | None = None
@@ -89,7 +89,7 @@ class Wire:
         self.lose(conditions.loss if conditions is not None else 0.0)
 
     def cut(self, *, cut: bool) -> None:
-        """Stop all traffic from now on, or (`cut` False) let it cross again."""
+        """Stop all traffic, or (`cut` False) let it pass again."""
         self._shared[0] = int(cut)
 
     @property
@@ -98,12 +98,12 @@ class Wire:
         return bool(self._shared[0])
 
     def tear(self) -> None:
-        """Reset all connections through a relay. What was crossing is lost."""
+        """Reset all connections through a relay. Data in transit is lost."""
         self._shared[1] = (self._shared[1] + 1) % 256
 
     @property
     def torn(self) -> int:
-        """How often `tear` was called, modulo 256."""
+        """Number of calls of `tear`, modulo 256."""
         return self._shared[1]
 
     def lose(self, share: float) -> None:
@@ -117,24 +117,23 @@ class Wire:
 
     @property
     def crossed(self) -> tuple[int, int]:
-        """Bytes of TCP's streams that were put on the wire from the first end to the second, and back: without headers, and
-        without retransmissions."""
+        """TCP payload bytes sent from the first end to the second, and back, without headers and retransmissions."""
         return _SHARED.unpack_from(self._shared)[3:5]
 
     @property
     def lost(self) -> tuple[int, int]:
-        """Packets that were lost in each direction: by chance, in a cut, or because the queue was full."""
+        """Number of packets lost in each direction: at random, while the wire was cut, or because the queue was full."""
         return _SHARED.unpack_from(self._shared)[5:7]
 
     def count(self, lane: int, *, crossed: int = 0, lost: int = 0) -> None:
-        """Add to the counts of bytes that crossed, and of packets that were lost."""
+        """Add to the counts of bytes sent and of packets lost."""
         for place, more in ((2 + lane, crossed), (4 + lane, lost)):
             at = 8 * place
             struct.pack_into("<Q", self._shared, at, struct.unpack_from("<Q", self._shared, at)[0] + more)
 
 
 def missing() -> str | None:
-    """Return why a wire between namespaces cannot be made here; None if it can."""
+    """Return the reason why a wire between namespaces cannot be made here; None if it can."""
     if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
         return "needs /dev/net/tun, and root, who alone may use it"
     return networks.missing()
@@ -142,9 +141,8 @@ def missing() -> str | None:
 
 @contextlib.contextmanager
 def between(nodes: Sequence[str], conditions: Conditions) -> Iterator[Wire]:
-    """Two nodes in namespaces of their own, joined by a wire while the block lasts; a process that enters one finds the wire as
-    `networks.INTERFACE`.
-    Raises CalledProcessError and OSError where this process may not make them."""
+    """Make two nodes in separate namespaces, joined by a wire while the block runs. In each namespace the wire is the interface
+    `networks.INTERFACE`. Raises CalledProcessError and OSError if this process may not make them."""
     with networks.apart(nodes) as network:
         ends = [_tun(network, node, network.address(number)) for number, node in enumerate(nodes)]
         wire = Wire(network, conditions=conditions)
@@ -158,7 +156,7 @@ def between(nodes: Sequence[str], conditions: Conditions) -> Iterator[Wire]:
 
 @contextlib.contextmanager
 def relay(port: int, conditions: Conditions, *, host: str = "127.0.0.1") -> Iterator[Wire]:
-    """Run a relay to a port on this machine, as slow as the link, while the block runs; it listens at `Wire.address`."""
+    """Run a relay to a port on this machine, with the conditions of the link, while the block runs; it listens at `Wire.address`."""
     server = socket.create_server((host, 0))
     wire = Wire(address=server.getsockname()[:2], conditions=conditions)
     try:
@@ -170,7 +168,7 @@ def relay(port: int, conditions: Conditions, *, host: str = "127.0.0.1") -> Iter
 
 @contextlib.contextmanager
 def _kept_up(work: Callable[[], None]) -> Iterator[None]:
-    """Do work in a process of its own while the block lasts: a thread would wait for the interpreter of its own process."""
+    """Do work in a separate process while the block runs; a thread would compete for Python's global lock."""
     process = os.fork()
     if process == 0:
         try:
@@ -187,8 +185,7 @@ def _kept_up(work: Callable[[], None]) -> Iterator[None]:
 
 
 def _tun(network: Network, node: str, address: str) -> int:
-    """Make a node's interface; return the file from which its packets are read, and to which they are written. A process of its
-    own enters the namespace for it."""
+    """Make a node's TUN interface, and return the file descriptor for its packets. A separate process enters the namespace to make it."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
 
     def make() -> None:
@@ -206,7 +203,7 @@ def _tun(network: Network, node: str, address: str) -> int:
 
 
 def _carry_packets(ends: Sequence[int], wire: Wire, conditions: Conditions) -> None:
-    """Carry packets between two TUN devices for ever."""
+    """Carry packets between two TUN devices, forever."""
     chance, lanes, streams = random.Random(conditions.seed), (Lane(conditions), Lane(conditions)), (_Streams(), _Streams())
     while True:
         select.select(ends, [], [], _until_next(lanes))
@@ -230,13 +227,13 @@ def _packets(end: int) -> Iterator[bytes]:
 
 
 class _Streams:
-    """Progress of the TCP streams in one direction, by their ports."""
+    """Progress of the TCP streams in one direction, identified by their ports."""
 
     def __init__(self) -> None:
         self._ends: dict[bytes, int] = {}
 
     def new_bytes(self, packet: bytes) -> int:
-        """Return the bytes of a stream that this packet is the first to carry; 0 for a packet other than TCP."""
+        """Return the number of bytes in this packet that are no retransmission; 0 if it is not TCP."""
         if packet[0] >> 4 != 4 or packet[9] != socket.IPPROTO_TCP:
             return 0
         at = 4 * (packet[0] & 15)
@@ -274,7 +271,7 @@ class _Stream:
         return [one for one, lane, over in pairs if not over and lane.backlog(now) < QUEUE_SECONDS]
 
     def carry(self, ready: Sequence[object], wire: Wire, now: float) -> bool:
-        """Read new data and write the data that has crossed; False once the connection is over."""
+        """Read new data, and write data that has arrived; return False once the connection is over."""
         for number, (source, lane) in enumerate(zip(self.sockets, self.lanes, strict=True)):
             if source in ready:
                 data = source.recv(1 << 14)
@@ -288,7 +285,7 @@ class _Stream:
         return not all(self._over) or any(lane.next is not None for lane in self.lanes)
 
     def close(self, *, torn: bool = False) -> None:
-        """Close both sockets. `torn`: reset the connection, so that neither end can take it for an orderly end."""
+        """Close both sockets. `torn`: reset the connection, so that neither end mistakes this for an orderly end."""
         for each in self.sockets:
             if torn:
                 each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -296,7 +293,7 @@ class _Stream:
 
 
 def _carry_streams(server: socket.socket, to: tuple[str, int], wire: Wire, conditions: Conditions) -> None:
-    """Carry all connections of a relay for ever. A cut stops traffic, but ends no connection."""
+    """Carry all connections of a relay, forever. A cut stops traffic, but does not close connections."""
     streams, torn, chance = list[_Stream](), wire.torn, random.Random(conditions.seed)
     while True:
         now = time.monotonic()

@@ -1,13 +1,12 @@
-"""A table that grows by one row of values a step, stored so that the time to draw any part of it depends only on its pixels.
+"""A table that grows by one row of values a step. The time to draw any part of it depends only on the number of pixels.
 
-Level 0 has a record for each step. A record of level n + 1 covers FAN records of level n: the minimum and maximum of each value,
-and for numbers also the mean. A reader takes the finest level with no more records than it has columns to draw. Each level keeps
-its newest
+Level 0 has a record for each step. A record of level n + 1 covers FAN records of level n: it has the minimum and maximum of each value, and
+for numbers also the mean. A reader uses the finest level that has no more records than the picture has columns. Each level keeps its newest
 `keep` bytes; older steps remain at coarser levels, so the files of a run of any length have a bounded size.
 
-Files are only appended to. `PIECE-LEVEL-STEP.bin` holds records from STEP on: a piece is the output of one writer up to its next
-return to an earlier step. A record that was truncated by a full disk or a dead writer ends its file; the next writer begins
-another file.
+Files are only appended to. `PIECE-LEVEL-STEP.bin` holds records from STEP on: a piece is the output of one writer, which starts a new one
+when the run returns to an earlier step. A record that was truncated (full disk, killed writer) ends its file; the next record goes to a new
+file.
 """
 
 from megalith.pyramid.format import FAN, Kind, record_bytes

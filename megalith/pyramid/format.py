@@ -12,7 +12,7 @@ import numpy as np
 
 FAN = 4
 Kind = Literal["codes", "numbers"]
-"""uint8 with 0 for a missing value, or float32 with NaN for it."""
+""""codes" are uint8, with 0 for a missing value; "numbers" are float32, with NaN for it."""
 
 TYPES: dict[str, np.dtype] = {"codes": np.dtype("<u1"), "numbers": np.dtype("<f4")}
 FILE = struct.Struct("<8sIIQ")  # magic, kind, level, width
@@ -39,7 +39,7 @@ def name_of(piece: int, level: int, first: int) -> str:
 
 @dataclass(frozen=True)
 class Segment:
-    """A file, as its name and size say."""
+    """A file of the table, described by its name and metadata."""
 
     path: str
     piece: int

@@ -37,7 +37,7 @@ class View:
 
 @dataclass(frozen=True)
 class _At:
-    """A record: its file, its place there, its head."""
+    """A record: its file, its offset in the file, its head."""
 
     run: "_Run"
     offset: int
@@ -45,12 +45,12 @@ class _At:
 
 
 Head = tuple[int, int, int, float, float, float]
-"""First step, last step, steps, time, and two numbers that values are measured by."""
+"""First step, last step, number of steps, time, and the two bases (reference numbers) of the values."""
 
 
 @dataclass
 class _Known:
-    """Parts of a file that never change, read once: its format, and heads of whole records."""
+    """Parts of a file that never change and are read once: its format, and heads of complete records."""
 
     kind: str
     width: int
@@ -59,8 +59,8 @@ class _Known:
     heads: dict[int, Head] = field(default_factory=dict)
 
     def holds_for(self, segment: Segment) -> bool:
-        """True if the file is the same and has not shrunk. An inode may be given to a new file, so the first record's head must be the
-        same where anything has changed."""
+        """True if the file is the same and has not shrunk. Inodes are reused, so if the metadata have changed, the first record's head must
+        be the same."""
         before, self.segment = self.segment, segment
         if before == segment:
             return True
@@ -68,7 +68,7 @@ class _Known:
 
 
 class _Run:
-    """A file of a table. It is opened when something unknown is read."""
+    """A file of a table. It is opened at the first read of something that is not cached."""
 
     def __init__(self, segment: Segment, known: _Known) -> None:
         self.segment, self.kind, self.width, self._heads = segment, known.kind, known.width, known.heads
@@ -77,7 +77,7 @@ class _Run:
         self._file: int | None = None
 
     def read(self, size: int, offset: int) -> bytes:
-        """Return bytes at a place: fewer at the end of the file, none if it was removed meanwhile."""
+        """Return `size` bytes at an offset: fewer at the end of the file, none if the file was removed meanwhile."""
         if self._file is None:
             try:
                 self._file = os.open(self.segment.path, os.O_RDONLY)
@@ -91,7 +91,7 @@ class _Run:
             os.close(self._file)
 
     def head(self, index: int) -> Head | None:
-        """The head of a record; None for one that is not whole."""
+        """The head of a record; None if the record is incomplete."""
         if (known := self._heads.get(index)) is not None:
             return known
         read = self.read(START, FILE.size + index * self.record)
@@ -102,7 +102,7 @@ class _Run:
         return self._heads.setdefault(index, HEAD.unpack(read[: HEAD.size]))
 
     def index(self, step: int) -> int:
-        """The first record that ends at a step or later."""
+        """The index of the first record whose last step is `step` or later."""
         low, high = 0, self.count
         while low < high:
             middle = (low + high) // 2
@@ -112,7 +112,7 @@ class _Run:
 
 
 class Reader:
-    """Reads a table while it is written, or later. A file that is damaged is left out."""
+    """Reads a table, also while it is written. Damaged files are left out."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -140,7 +140,7 @@ class Reader:
                 one.close()
 
     def width(self) -> int:
-        """Values a step of the newest piece; 0 while there is none."""
+        """Number of values a step in the newest piece; 0 while there is none."""
         for segment in reversed(segments(self._folder)):
             if (what := _format(segment)) is not None:
                 return what.width
@@ -171,11 +171,11 @@ class Reader:
         width: int | None = None,
         until: tuple[int, int] | None = None,
     ) -> View:
-        """Return the records of steps from `first` to `last`, about `most` of them, with the values in `values` alone.
+        """Return about `most` records of the steps from `first` to `last`, with only the values in the slices `values`.
 
-        Repeated steps occur repeatedly. Pieces of another `width` than the newest one (or the one given) are left out, and so are
-        records after step B of piece A if `until` is (A, B). Time and memory follow `most` times the number of values,
-        whatever the length of the run.
+        Repeated steps occur repeatedly. Pieces whose width is not `width` (default: that of the newest piece) are left out. If `until` is
+        (A, B), records after step B of piece A are left out. Time and memory are proportional to `most` times the number of values,
+        whatever the run's length.
         """
         with self._files() as pieces:
             wanted = width or max(((number, _width(levels)) for number, levels in pieces.items()), default=(0, 0))[1]
@@ -205,7 +205,7 @@ def _format(segment: Segment) -> _Known | None:
 
 
 def _beginning(segment: Segment) -> bytes:
-    """The head of a file and that of its first record; nothing where it cannot be read."""
+    """The head of a file and the head of its first record; empty if the file cannot be read."""
     with contextlib.suppress(OSError), open(segment.path, "rb") as file:
         return file.read(FILE.size + START)
     return b""
@@ -222,8 +222,8 @@ def _ends(levels: dict[int, list[_Run]]) -> tuple[int, int] | None:
 
 
 def _choose(levels: dict[int, list[_Run]], first: int, last: int, *, most: int) -> list[_At]:
-    """Return records of one piece, from the finest level that has all steps in at most `most` records; steps that are not yet in
-    a whole record of that level come from finer levels."""
+    """Return records of one piece, from the finest level that covers the steps with at most `most` records. The newest steps, not yet in a
+    complete record of that level, come from finer levels."""
     begin = max(first, min(runs[0].segment.first for runs in levels.values()))
     for level in sorted(levels):
         runs = levels[level]
@@ -264,7 +264,7 @@ def _view(chosen: Sequence[tuple[int, _At]], values: Sequence[slice]) -> View:
 
 
 def _stretches(chosen: Sequence[_At]) -> Iterator[tuple[int, int]]:
-    """Yield the index ranges in which records follow each other in one file."""
+    """Yield the index ranges of records that are contiguous in one file."""
     begin = 0
     for end in range(1, len(chosen) + 1):
         before = chosen[end - 1]
@@ -274,7 +274,7 @@ def _stretches(chosen: Sequence[_At]) -> Iterator[tuple[int, int]]:
 
 
 def _read(stretch: Sequence[_At], array: int, values: Sequence[slice]) -> NDArray:
-    """Some values of one array of wide records; missing ones where the file ends early."""
+    """Read some values of one array of wide records, record by record; values beyond the end of the file are zeros."""
     run, dtype = stretch[0].run, TYPES[stretch[0].run.kind]
     rows = []
     for at in stretch:
@@ -287,7 +287,7 @@ def _read(stretch: Sequence[_At], array: int, values: Sequence[slice]) -> NDArra
 
 
 def _read_block(stretch: Sequence[_At], array: int, values: Sequence[slice]) -> NDArray:
-    """Do the same for narrow records, which are read together."""
+    """Read some values of one array of narrow records, with one read for all of them."""
     run, dtype = stretch[0].run, TYPES[stretch[0].run.kind]
     whole = run.read(len(stretch) * run.record, stretch[0].offset - START).ljust(len(stretch) * run.record, b"\0")
     table = np.frombuffer(whole, dtype=np.uint8).reshape(len(stretch), run.record)[

@@ -21,7 +21,7 @@ SEGMENTS = 8  # files into which the kept bytes of a level are cut: the oldest o
 
 @dataclass
 class _Sum:
-    """A record of the next level that is not whole yet."""
+    """A record of a coarser level that is not complete yet."""
 
     first: int
     last: int
@@ -39,7 +39,7 @@ class Writer:
     """Appends a piece to the table in a folder. One process writes at a time; a new writer always begins a new piece."""
 
     def __init__(self, folder: Path, *, kind: Kind, width: int, keep: int = KEEP) -> None:
-        """`width` values a step. Raises OSError where the folder cannot be made or read; its parents must exist."""
+        """`width`: values a step. Raises OSError if the folder cannot be made or read; its parents must exist."""
         folder.mkdir(exist_ok=True)
         self._folder, self._kind, self._width, self._keep = folder, kind, width, keep
         self._type = TYPES[kind]
@@ -48,8 +48,8 @@ class Writer:
         self._open: dict[int, _Sum] = {}
 
     def append(self, step: int, values: NDArray, *, time: float | None = None, bases: tuple[float, float] = (0.0, 0.0)) -> None:
-        """Append the values of a step later than those before. `bases`: numbers that the values are measured by, averaged in coarser
-        records. Raises OSError if the disk cannot take it: the step is lost, and later ones may follow."""
+        """Append the values of a step, which must be later than the last one. `bases`: reference numbers of the values; coarser records
+        have their average. If the write fails, raises OSError: this step is lost, but later ones can be appended."""
         row = np.ascontiguousarray(values, dtype=self._type)
         assert row.shape == (self._width,), (row.shape, self._width)
         at = clock.time() if time is None else time
@@ -69,7 +69,7 @@ class Writer:
         total: NDArray[np.float64] | None,
         known: NDArray[np.int64] | None,
     ) -> None:
-        """Add a record of the level below to the one of this level that is not whole yet."""
+        """Add a record of the level below to the incomplete record of this level."""
         if level >= LEVELS:
             return
         if self._kind == "numbers" and total is None:
@@ -94,7 +94,7 @@ class Writer:
         return np.minimum(one - np.uint8(1), other - np.uint8(1)) + np.uint8(1)  # 0, a missing value, counts as the most
 
     def _end(self, level: int) -> None:
-        """Write the record of a level that has been added up, and add it to the level above."""
+        """Write the accumulated record of a level, and add it to the level above."""
         held = self._open.pop(level)
         arrays, bases = [held.low, held.high], held.bases / held.steps
         if held.total is not None and held.known is not None:
@@ -126,7 +126,7 @@ class Writer:
         return max(self._keep // SEGMENTS // record_bytes(self._kind, self._width, level), MINIMUM // SEGMENTS)
 
     def _begin(self, level: int, first: int) -> int:
-        """Begin a file, and remove the oldest ones of its level beyond the number that is kept."""
+        """Begin a file, and remove the level's oldest files beyond the bytes to keep."""
         older = [segment for segment in segments(self._folder) if segment.level == level]
         room = max(self._keep, MINIMUM * record_bytes(self._kind, self._width, level))
         for segment in reversed(older):
@@ -139,7 +139,7 @@ class Writer:
         return file
 
     def close(self) -> None:
-        """Write incomplete records as shorter ones, and close the files. No OSError is raised."""
+        """Write incomplete records, which then cover fewer steps, and close the files. No OSError is raised."""
         with contextlib.suppress(OSError):
             for level in range(1, LEVELS):
                 if level in self._open:

@@ -1,1 +1,1 @@
-"""Pictures and tables of a run, made from the files in its folder alone. No torch."""
+"""Pictures and tables of a run, made only from the files in its folder. No torch."""

@@ -1,4 +1,4 @@
-"""Results of branches with other batches, as a table and as a picture."""
+"""Results of branches with other batch sizes, as a table and as a picture."""
 
 import math
 
@@ -10,7 +10,7 @@ from megalith.report.svg import Series, line_chart
 
 
 def table(advice: Advice) -> Table:
-    """Return a row for each batch: its loss after the same tokens, beside that of the run's own batch."""
+    """Return a row for each batch size: its loss after the same tokens, beside the loss of the run's own batch size."""
     drawn = Table(
         "batch", "tokens a step", "loss", "above its own", "+-", "verdict", box=None, pad_edge=False, padding=(0, 2, 0, 0)
     )
@@ -22,15 +22,14 @@ def table(advice: Advice) -> Table:
 
 
 def picture(advice: Advice) -> str:
-    """Draw the loss at each doubling of the batch above the loss at the run's own batch, with its 95 % interval; a line marks the
-    tolerance."""
+    """Draw the excess loss of each batch size over the run's own, with 95 % intervals; a line marks the tolerance."""
     points = [(math.log2(row.factor), row.excess, row.error or 0.0) for row in advice.rows]
     limit = advice.tolerance * next(row.loss for row in advice.rows if row.factor == 1)
     series = [
-        Series("loss above that of the run's batch", [(x, y) for x, y, _ in points], 0, dots=True),
+        Series("loss minus that of the run's batch", [(x, y) for x, y, _ in points], 0, dots=True),
         Series("95 % interval", [(x, y + e) for x, y, e in points], 7),
         Series("", [(x, y - e) for x, y, e in points], 7, faint=True),
     ]
     marks = [(math.log2(row.factor), f"{row.batch:,}") for row in advice.rows]
-    label = "doublings of the run's batch; sequences a step above"
+    label = "doublings of the run's batch (labels above: sequences a step)"
     return line_chart(series, x_label=label, y_format=lambda y: f"{y:.3g}", level=limit, marks=marks)

@@ -1,4 +1,4 @@
-"""The map of the best layouts, as one HTML page that needs nothing else."""
+"""The map of the best layouts, as one self-contained HTML page."""
 
 from collections.abc import Callable, Sequence
 from html import escape
@@ -19,16 +19,16 @@ svg .layout{fill:var(--ink);fill-opacity:.82;font-size:11px}
 svg .none{fill:var(--muted);font-size:11px}
 figure{margin-bottom:16px}
 """
-"""Style in addition to that of all pages."""
+"""CSS in addition to the style of all pages."""
 
 STRONGEST = 62
-"""Per cent of colour in the cell with the largest value: words on it must stay readable, in light and in dark."""
+"""Colour strength (per cent) of the cell with the largest value. Text on it must stay readable in the light and the dark theme."""
 
 CELL = (142.0, 74.0)
 
 
 def page(found: Atlas) -> str:
-    """Return the page: MFU and layout, memory, and every figure in a table."""
+    """Return the page: maps of MFU with the layout, memory and speed, and a table of all figures."""
     train, cluster = found.request.run.train, found.request.cluster
     tokens = train.seq_len * train.global_batch
     title = f"Best layouts on {cluster.accelerator.title}"
@@ -39,7 +39,7 @@ def page(found: Atlas) -> str:
     peak = units.flops(cluster.accelerator.wide)
     maps = [
         (f"MFU of the best layout ({CONVENTION} of {peak})", _map(found, _mfu, "c0", _layout)),
-        (f"Memory of its worst rank{_limit(found)}", _map(found, _memory, "c4", _again)),
+        (f"Memory of the worst rank{_limit(found)}", _map(found, _memory, "c4", _again)),
         ("Tokens a second, all devices together", _map(found, _rate, "c2", _step)),
     ]
     drawn = "".join(figure(name, picture, wide=True) for name, picture in maps)
@@ -53,7 +53,7 @@ def _limit(found: Atlas) -> str:
 
 
 CellValue = tuple[float, str]
-"""Colour value of a square, and its text in large letters."""
+"""The value that a square's colour shows, and its text in large letters."""
 
 
 def _mfu(best: Candidate, found: Atlas) -> CellValue:
@@ -72,16 +72,16 @@ def _rate(best: Candidate, found: Atlas) -> CellValue:
 
 
 def _layout(best: Candidate) -> tuple[str, str]:
-    """Return the split of the model and that of the data, a line each."""
+    """Return two lines: how the model is split, and how the data are."""
     words = short(best.plan).split()
     first = next(i for i, word in enumerate(words) if word[0] == "d" and word[1:].isdigit())
-    return " ".join(words[:first]) or "no split of the model", " ".join(words[first:])
+    return " ".join(words[:first]) or "model not split", " ".join(words[first:])
 
 
 def _again(best: Candidate) -> tuple[str, str]:
     held = best.estimate.memory
     again = {"none": "no recomputation", "full": "all recomputed"}.get(best.plan.recompute, "mlp recomputed")
-    return f"{(held.weights + held.gradients + held.optimizer) / GIB:.1f} of state", again
+    return f"{(held.weights + held.gradients + held.optimizer) / GIB:.1f} is state", again
 
 
 def _step(best: Candidate) -> tuple[str, str]:

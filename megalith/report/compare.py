@@ -18,13 +18,13 @@ from megalith.report.summary import Summary, summarize
 from megalith.report.svg import Point, Series
 
 LABELS = frozenset({"name", "branch"})
-"""Keys that name a run rather than describe it."""
+"""Keys that only label a run, and so do not count as differences."""
 
 NOT_GIVEN = "not given"
 
 
 def read(folders: Sequence[Path]) -> dict[str, History]:
-    """Return the runs by a short name of each: the folder's, with as much of the path above it as tells it from the others."""
+    """Return the runs by their folders' names, preceded by as much of the paths as makes the names unique."""
     parts = [folder.resolve().parts for folder in folders]
     depth = next(n for n in range(1, max(map(len, parts)) + 1) if len({part[-n:] for part in parts}) == len(set(parts)))
     return {"/".join(part[-depth:]): history(folder) for part, folder in zip(parts, folders, strict=True)}
@@ -44,7 +44,7 @@ def table(runs: Mapping[str, History]) -> RenderableType:
         differing.add_column(name, overflow="fold")
     for key, values in differences(runs).items():
         differing.add_row(key, *map(_worded, values))
-    said = differing if differing.row_count else Text("The runs have the same description.")
+    said = differing if differing.row_count else Text("The runs have the same values for all keys.")
     return Group(found, Text(""), said)
 
 
@@ -57,7 +57,7 @@ def differences(runs: Mapping[str, History]) -> dict[str, tuple[Any, ...]]:
 
 
 def as_json(runs: Mapping[str, History]) -> dict[str, Any]:
-    """Return the differing keys, each with the runs' values by their names."""
+    """Map each differing key to the value of each run, by the run's name."""
     return {key: dict(zip(runs, values, strict=True)) for key, values in differences(runs).items()}
 
 
@@ -82,13 +82,13 @@ def render(runs: Mapping[str, History]) -> str:
     body += f"<section>{figures(*drawn)}</section>"
     body += f"<section><h2>Numbers</h2>{html_table(['', *runs], _rows(runs))}</section>"
     rows = [[key, *map(_worded, values)] for key, values in keys.items()]
-    said = html_table(["key", *runs], rows) if rows else '<p class="none">The runs have the same description.</p>'
+    said = html_table(["key", *runs], rows) if rows else '<p class="none">The runs have the same values for all keys.</p>'
     body += f"<section><h2>Differences</h2>{said}</section>"
     return html_page(title, body)
 
 
 def _rows(runs: Mapping[str, History]) -> list[list[str]]:
-    """Return the numbers that any of the runs has, a row each."""
+    """Return a row for each number that at least one run has."""
     found = [summarize(run) for run in runs.values()]
     forms: dict[str, Callable[[Summary], str | None]] = {
         "state": lambda one: one.state,

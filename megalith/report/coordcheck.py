@@ -10,7 +10,7 @@ from megalith.report.svg import Series, line_chart, titled
 
 
 def table(checked: CoordinateCheck, limit: float) -> Table:
-    """Return a row for each quantity: its numbers at the step where they are steepest, the slope there and after the last step."""
+    """Return a row for each quantity: its RMS at the step with the steepest slope, this slope, and the slope after the last step."""
     what = "width" if checked.axis == "width" else "number of blocks"
     title = f"{checked.parametrization}: root mean square by {what}"
     columns = [Column(name, no_wrap=True) for name in ("quantity", "step", *map(str, checked.sizes), "slope", "at the end", "")]
@@ -25,7 +25,7 @@ def table(checked: CoordinateCheck, limit: float) -> Table:
 
 
 def picture(found: Sequence[CoordinateCheck]) -> str:
-    """Draw, for each parametrization and axis, every quantity after the last step over the sizes, both as powers of two."""
+    """Draw, for each parametrization and axis, every quantity after the last step against the size, on log2 axes."""
     parts = []
     for one in found:
         last = {series.quantity: series for series in one.series}

@@ -1,4 +1,4 @@
-"""A dry run compared with its prediction: as tables for a terminal of 80 columns, as a picture, and as a page."""
+"""A dry run compared with its prediction: tables for a terminal of 80 columns, a picture, and a page."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def heading(run: "DryRun") -> str:
-    """Return the rank's place, and its part of the model."""
+    """Return the rank's coordinates and number of parameters in a line."""
     counted = run.counted
     place = ", ".join(f"{axis} {at}" for axis, at in counted.coordinates.items())
     return (
@@ -27,7 +27,7 @@ def heading(run: "DryRun") -> str:
 
 
 def memory(held: "Memory", lines: Mapping[str, "Comparison"], limit: int | None) -> Table:
-    """Bytes by category; the column at the peak adds up."""
+    """Bytes by category; "at the peak" are those at the moment of the peak, so they add up to it."""
     table = _table("memory", "at the peak", "predicted", "gap", "at most", "between steps")
     for name in held.peak:
         row = lines[f"memory.{name}"]
@@ -43,18 +43,18 @@ def memory(held: "Memory", lines: Mapping[str, "Comparison"], limit: int | None)
 
 
 COLOURS = {"weights": 0, "optimizer": 2, "gradients": 1, "buffers": 6, "activations": 4}
-"""Category -> colour, from the bottom up: memory that is held all the time is below memory that is not."""
+"""Category -> colour, from the bottom up: persistent memory is drawn below temporary memory."""
 
 
 def memory_timeline(moments: Sequence[Mapping[str, int]]) -> str:
-    """Memory over the step by category, as one SVG that needs nothing else."""
+    """Memory over the step by category, as a self-contained SVG."""
     return svg.standalone(_memory_timeline(moments))
 
 
 def page(
     name: str, run: "DryRun", lines: Mapping[str, "Comparison"], limit: int | None, problems: "Iterable[Problem]" = ()
 ) -> str:
-    """The dry run of run `name` as one HTML page that needs nothing else: memory over the step by category, and every table."""
+    """The dry run of run `name` as one self-contained HTML page: memory over the step by category, and every table."""
     wrong = "".join(
         f'<li class="{one.severity}"><b>{one.severity}</b><span>{escape(one.reason)} {escape(one.way_out)}</span></li>'
         for one in problems
@@ -73,7 +73,7 @@ def page(
 
 
 def _html(table: Table) -> str:
-    """A terminal's table for a browser."""
+    """Convert a terminal table to HTML."""
     columns = [[Text.from_markup(str(cell)).plain for cell in column.cells] for column in table.columns]
     return html_table([str(column.header) for column in table.columns], list(zip(*columns, strict=True)))
 
@@ -135,7 +135,7 @@ def _sides(row: "Comparison") -> Sequence[str]:
 
 
 def gap(share: float | None) -> str:
-    """Return a gap such as +3.1 %; one that rounds to 0 is shown as none."""
+    """Return a gap such as "+3.1 %", or "none" if it rounds to 0."""
     if share is None:
         return units.NOTHING
     return "none" if abs(share) < 5e-5 else f"{share * 100:+.1f} %" if abs(share) < 9.995 else f"{share + 1:,.0f} times"

@@ -1,5 +1,5 @@
-"""The pictures of docs/guide/parallelism.md, drawn by the code that they show: schedules are simulated, and placements come from
-the mesh and from the code that splits. `make guide-pictures` draws them again; a test compares them with those in the guide.
+"""The pictures of docs/guide/parallelism.md, drawn from the trainer's own code: schedules are simulated, and placements come from the mesh
+and from the code that splits models. `make guide-pictures` draws them again; a test compares them with the pictures in the guide.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ STATE = MappingProxyType({"weights to compute with": 0, "master weights": 1, "gr
 
 
 def schedule(name: str) -> str:
-    """Draw a schedule on RANKS ranks. A microbatch takes 1 s on a rank for its forward, and 1 s for each half of its backward."""
+    """Draw a schedule on RANKS ranks. On a rank, a microbatch's forward takes 1 s, and each half of its backward 1 s."""
     row = SCHEDULES[name]
     chunks = row.chunks.usual
     words = f"{row.title}, {chunks} chunks a rank" if chunks > 1 else row.title
@@ -32,7 +32,7 @@ def schedule(name: str) -> str:
 
 
 def placements() -> str:
-    """Draw which of eight stages a rank holds, for the three placements that schedules use."""
+    """Draw the stages of each rank in the three placements of eight stages that schedules use."""
     kinds = {
         "interleaved, 2 chunks": ("interleaved", 4, 2),
         "a V (zb-v, dualpipev)": ("zb-v", 4, 2),
@@ -48,14 +48,14 @@ def placements() -> str:
 
 
 def zero() -> str:
-    """Bytes a parameter that each of eight data ranks keeps from step to step, in a bf16 run."""
+    """Draw the bytes for each parameter that each of eight data ranks keeps between steps, in a bf16 run."""
     return stacked_rows(
         {f"ZeRO {stage}": state_bytes(stage, 8) for stage in range(4)}, dict(STATE), form=lambda size: f"{size:.4g} bytes"
     )
 
 
 def state_bytes(stage: int, shards: int) -> dict[str, float]:
-    """Bytes a parameter a rank keeps under a ZeRO stage over `shards` ranks, with bf16 weights to compute with and all else in fp32."""
+    """Bytes that a rank keeps for each parameter under a ZeRO stage over `shards` ranks: bf16 compute weights, everything else in fp32."""
     words = {"compute": "weights to compute with", "weights": "master weights", "gradients": "gradients"}
     found = dict.fromkeys(STATE, 0.0)
     for slot in kept("bf16", OPTIMIZERS["adamw"].slots):
@@ -64,7 +64,7 @@ def state_bytes(stage: int, shards: int) -> dict[str, float]:
 
 
 def hsdp() -> str:
-    """Four data ranks, two copies of two shards."""
+    """Draw four data ranks that keep two copies of two shards."""
     plan = Plan(data=4, replicate=2, zero=3)
     mesh = Mesh.of(plan)
     places = [mesh.state_coordinates(rank) for rank in range(mesh.ranks)]
@@ -95,7 +95,7 @@ def tensor() -> str:
 
 
 def context() -> str:
-    """A causal sequence shared by four context ranks: rows are queries, columns keys, colours the ranks that score the pairs."""
+    """Draw a causal sequence on four context ranks: rows are queries, columns are keys, colours are the ranks that compute the scores."""
     from megalith.parallel.context import parts  # computed, not repeated by hand; this alone needs torch
 
     ranks, chunks, size = 4, 8, 30.0
@@ -110,17 +110,17 @@ def context() -> str:
             place = f'x="{left + key * size:.1f}" y="{y:.1f}" width="{size - 2:.1f}" height="{size - 2:.1f}" rx="3"'
             seen = f'class="f{owner[query]}" fill-opacity="{0.55 if key == query else 0.95}"' if key <= query else 'class="soft"'
             body += f"<rect {place} {seen}/>"
-    body += text(left, top - 10, "keys: chunk 0 ... 7; paler where only half of a square is seen")
+    body += text(left, top - 10, "keys: chunk 0 ... 7; paler where the causal mask hides half of a square")
     for rank in range(ranks):
         work = sum(query + 0.5 for query, of in owner.items() if of == rank)
         x, y = left + chunks * size + 26, top + 14 + 24 * rank
         body += f'<rect x="{x:.1f}" y="{y:.1f}" width="13" height="13" rx="3" class="f{rank}"/>'
         body += text(x + 20, y + 11, f"rank {rank} scores {work:g} squares", style="strong")
-    return picture(620, top + chunks * size + 8, body, "which context rank scores which queries and keys")
+    return picture(620, top + chunks * size + 8, body, "the context rank that scores each pair of query and key chunks")
 
 
 def experts() -> str:
-    """Draw which of eight experts each of eight ranks holds, expert 4 x expert_tensor 2, beside its part of the work outside them."""
+    """Draw the experts of each of eight ranks (eight experts, expert 4 x expert_tensor 2), beside the rank's part of the other work."""
     plan = Plan(data=2, tensor=2, context=2, expert=4, expert_tensor=2)
     mesh, shown = Mesh.of(plan), 8
     cells = []
@@ -138,7 +138,7 @@ def experts() -> str:
 
 
 def views() -> str:
-    """The same eight ranks in the views of work, state and experts."""
+    """Draw the same eight ranks in the views of work, state and experts."""
     plan = Plan(data=2, context=2, tensor=2, expert=4, zero=1)
     mesh = Mesh.of(plan)
     asked: tuple[tuple[str, Callable[[int], Mapping[str, int]]], ...] = (
@@ -159,8 +159,8 @@ def views() -> str:
 
 
 def recompute() -> str:
-    """Draw sixteen blocks: full bars keep all results of their forward, low ones their input. The rest keep nothing, because the
-    first block of their segment keeps its input."""
+    """Draw sixteen blocks. A full bar is a block that keeps all results of its forward; a low bar is one that keeps only its input. The
+    others keep nothing, because the first block of their segment keeps its input."""
     blocks = 16
     cells = []
     policies = ("none", "every:4", "every:2", "full", "segments:4", "sqrt")
@@ -168,7 +168,7 @@ def recompute() -> str:
         size = segment_size(policy, blocks=blocks)
         whole = [not size and not recomputed(number, blocks=blocks, policy=policy) for number in range(blocks)]
         inputs = [not whole[number] and number % max(size, 1) == 0 for number in range(blocks)]
-        head = f"{sum(whole)} blocks keep everything, {sum(inputs)} their input"
+        head = f"{sum(whole)} blocks keep everything, {sum(inputs)} only their input"
         cells.append([Cell(head, [], [1.0 * kept + 0.4 * x for kept, x in zip(whole, inputs, strict=True)], escape(head))])
     return grid(cells, list(policies), [""], cell_width=760)
 
@@ -203,7 +203,7 @@ def _strip(head: str, lines: Sequence[str], held: Sequence[int], size: int) -> C
 
 
 def pictures() -> dict[str, Callable[[], str]]:
-    """Return the function that draws each picture, by the name of its file without the ending."""
+    """Return the function that draws each picture, by the picture's file name without the ending."""
     others = {
         "placements": placements,
         "zero": zero,

@@ -1,4 +1,4 @@
-"""A run's events put in order: one list for each kind, with resumed and repeated steps sorted out."""
+"""A run's events by kind, with repeated steps separated."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -39,10 +39,10 @@ from megalith.spec.sites import SitesSpec, part_of_batch
 
 @dataclass(frozen=True)
 class History:
-    """The events of a run: all of them in the order of their writing, and by kind, oldest first.
+    """The events of a run: all in the order of the log, and by kind, oldest first.
 
-    A resumed run goes back to a checkpoint: earlier events of later steps count as `repeated`, and only the newest event of each
-    step is in `steps`, `validations`, `watched`, `phases` and `samples`. `skipped`: lines of the log that hold no event.
+    A resumed run goes back to a checkpoint: the events after that step are replaced, and their steps go to `repeated`. Only the newest
+    event of each step is in `steps`, `validations`, `watched`, `phases` and `samples`. `skipped`: lines of the log that hold no event.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -72,7 +72,7 @@ class History:
 
     @property
     def plan(self) -> Plan | None:
-        """The newest plan, if one is recorded."""
+        """The plan of the newest start; None if none is recorded."""
         return plan_of(self.start) if self.start else None
 
     @property
@@ -83,13 +83,14 @@ class History:
 
     @property
     def total_steps(self) -> int | None:
-        """The number of the run's last step: `train.steps`, and one more for each update that was skipped or not read by all sites."""
+        """The number of the run's last step: `train.steps`, and one more for each skipped update or, with sites, each batch that some site
+        has missed."""
         steps = self.spec.get("train", {}).get("steps")
         return steps and steps + (self.steps[-1].left_out if self.steps else 0)
 
     @property
     def branch(self) -> str:
-        """Return the origin of the run, in words, if it is a branch of another; else empty."""
+        """The checkpoint from which the run branched, in words; empty if the run is no branch."""
         branch = self.spec.get("branch")
         if not branch:
             return ""
@@ -98,14 +99,15 @@ class History:
 
     @property
     def state(self) -> str:
-        """State of the run: finished, stopped, lost, failed, or without a recorded end."""
+        """State of the run: "not started", the logged reason of its end (finished, stopped, lost, failed), or a text if no end is
+        logged."""
         if not self.starts and not self.steps:
             return "not started"
         return self.finished.reason if self.finished else "running, or ended without logging it"
 
     def usual(self, number: Callable[[Step], float | None]) -> float | None:
-        """Return the median of a number over the steps without the first two of each start, which warm up; over all if there are no
-        others. None if no step has the number."""
+        """Return the median of a number over the steps. The first two steps of each start (warm-up) are left out if there are others. None
+        if no step has the number."""
         warm = {start.resumed_step + i for start in self.starts for i in (1, 2)}
         values = [number(step) for step in self.steps if step.step not in warm] or [number(step) for step in self.steps]
         known = [value for value in values if value is not None]
@@ -113,8 +115,8 @@ class History:
 
 
 def own_batch_of(spec: Mapping[str, Any]) -> int | None:
-    """Return the samples of a step that this log's site reads; in a run without sites, all of them. None if the specification
-    does not say, or has sites that this version cannot read."""
+    """Return the number of samples a step that the site of this log reads; in a run without sites, the global batch. None if the
+    specification lacks it, or has sites that this version cannot read."""
     batch, sites = spec.get("train", {}).get("global_batch"), spec.get("sites")
     if not batch or sites is None:
         return batch
@@ -141,7 +143,7 @@ def history(run_dir: Path) -> History:
 
 
 def gather(records: Iterable[Event]) -> History:
-    """Return the history of events in the order of their writing."""
+    """Return the history of events, which are in the order of the log."""
     whole = list(records)
     starts: list[RunStarted] = []
     steps: dict[int, Step] = {}
@@ -216,13 +218,13 @@ def gather(records: Iterable[Event]) -> History:
 
 
 def heading(name: str, folder: Path) -> str:
-    """Return a run's name with its folder's, where they differ, so that runs of one file can be told apart."""
+    """Return a run's name, followed by its folder's name if they differ, to distinguish runs of one file."""
     here = folder.resolve().name
     return name if here == name else f"{name} · {here}"
 
 
 def origin_of(run_dir: Path) -> dict[str, str]:
-    """Return a run's folder, and the host, command and commit of its newest start as far as they are known; without the user's name."""
+    """Return a run's folder, and the known ones of host, command and commit of its newest start; without the user's name."""
     started = {
         key.removeprefix(STARTED): str(value)
         for key, value in read_json(run_dir / PROVENANCE_FILE).items()
@@ -232,8 +234,8 @@ def origin_of(run_dir: Path) -> dict[str, str]:
 
 
 def tokens_a_byte(spec: Mapping[str, Any]) -> dict[str, float]:
-    """Return the tokens a byte of each domain's held-out text, and of all of it under "". Empty where the manifest of the run's data
-    cannot be read: it is looked for as the run does, from the current directory."""
+    """Return the tokens for each byte of held-out text, by domain, and over all domains under "". Empty if the manifest of the run's data
+    cannot be read; its path is relative to the current directory, as for the run."""
     try:
         domains = read_json(Path(str(spec["data"]["path"])) / "manifest.json")["domains"]
         held = {name: (one["validation"]["tokens"], one["validation"]["bytes"]) for name, one in domains.items()}
@@ -244,12 +246,12 @@ def tokens_a_byte(spec: Mapping[str, Any]) -> dict[str, float]:
 
 
 def bits_a_byte(loss: float, rate: float) -> float:
-    """Return a loss in nats a token as bits a byte, for text of `rate` tokens a byte. It allows comparisons between tokenizers."""
+    """Convert a loss in nats a token to bits a byte, for text of `rate` tokens a byte. Bits a byte are comparable between tokenizers."""
     return loss * rate / log(2)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the dictionary in a file; an empty one if it cannot be read, because reports are useful without it."""
+    """Return the JSON object in a file. If it cannot be read, return an empty one, because reports are useful without it."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -12,13 +12,13 @@ from megalith.report.style import HALF, curves, figure, figures
 from megalith.report.svg import Cell, Series, grid, stacked_rows
 
 MIN_SHARE = 0.01
-"""Curves below this share of the largest one are named, not drawn: they would lie on zero."""
+"""Curves below this share of the largest one are only listed, because they would be drawn on the zero line."""
 MAX_COLUMNS = 16
-"""Ranks beside each other in the picture; further data ranks hold the same parts and are only counted."""
+"""Maximum number of columns in the picture; the other columns hold the same parts and are only counted."""
 
 
 def who_holds_what(run: History) -> str:
-    """The grid of ranks: a row for each pipeline rank, a column for each place on the other axes."""
+    """Draw the grid of ranks: a row for each pipeline rank, a column for each position on the other axes."""
     if not run.holdings:
         return ""
     order = _order({part for holding in run.holdings for part in holding.parts})
@@ -35,7 +35,7 @@ def who_holds_what(run: History) -> str:
     names = [", ".join(f"{across[i]} {place[i]}" for i in split) for place in shown]
     svg = grid(cells, [f"pipeline {row}" for row in rows], names)
     more = f" {len(places) - len(shown)} more columns hold the same parts." if len(places) > len(shown) else ""
-    words = "Each strip shows the model from embedding to head. A blue piece is a part that this rank holds, filled to its share."
+    words = "Each strip shows the model from embedding to head. Blue marks the parts that this rank holds, up to the height of its share."
     natural = svg.replace(
         "<svg", f'<svg style="min-width:0;width:{100 + 190 * len(shown)}px"', 1
     )  # a wide mesh scrolls, it does not shrink
@@ -55,13 +55,13 @@ def _cell(holding: Holding | None, order: Sequence[str], shards: int, share: flo
         *(f"{tier} {units.memory(size)}" for tier, size in (("host", holding.host_bytes), ("disk", holding.disk_bytes)) if size),
     ]
     place = ", ".join(f"{axis} {i}" for axis, i in holding.coordinates.items())
-    split = f"1/{round(1 / share)} of each part, {units.counted(shards, 'shard')} a copy"
+    split = f"1/{round(1 / share)} of each part, {units.counted(shards, 'shard')} per copy"
     title = "\n".join([f"rank {holding.rank}: {place}", *lines, split])
     return Cell(f"rank {holding.rank}", lines, [share * (part in held) for part in order], title)
 
 
 def _order(parts: Iterable[str]) -> list[str]:
-    """Parts as they follow each other in the model: embedding, blocks by number, head, and anything else."""
+    """Return the parts in the order of the model: embedding, blocks by number, head, others."""
 
     def key(part: str) -> tuple[int, int, str]:
         found = re.fullmatch(r"blocks\.(\d+)", part)
@@ -71,7 +71,7 @@ def _order(parts: Iterable[str]) -> list[str]:
 
 
 def named(parts: Sequence[str]) -> str:
-    """Parts in short: consecutive blocks as a range, so `embedding, blocks 0-3, 8, head` with a dash of its own for ranges."""
+    """List parts briefly, with consecutive blocks as a range: `embedding, blocks 0–3, 8, head`."""
     numbers = sorted(int(part.removeprefix("blocks.")) for part in parts if re.fullmatch(r"blocks\.\d+", part))
     ranges: list[str] = []
     for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
@@ -112,7 +112,7 @@ def memory_section(run: History) -> str:
 
 
 def _shares(holdings: Sequence[Holding]) -> dict[str, dict[str, float]]:
-    """Bytes by category: a row a rank, or in a large world a row a pipeline rank, that of its worst rank."""
+    """Bytes by category: a row for each rank; with more than 12 ranks, a row for each pipeline rank, with its worst rank's bytes."""
     rows = {h.rank: _bytes(h) for h in holdings}
     if len(rows) <= 12:
         return {f"rank {rank}": row for rank, row in rows.items()}
@@ -120,7 +120,7 @@ def _shares(holdings: Sequence[Holding]) -> dict[str, dict[str, float]]:
     for holding in holdings:
         groups.setdefault(holding.coordinates.get("pipeline", 0), []).append(holding.rank)
     worst = {p: max((rows[rank] for rank in ranks), key=lambda row: sum(row.values())) for p, ranks in sorted(groups.items())}
-    return {f"pipeline {p}, each of {len(groups[p])}": row for p, row in worst.items()}
+    return {f"pipeline {p}, worst of {len(groups[p])}": row for p, row in worst.items()}
 
 
 def _bytes(holding: Holding) -> dict[str, float]:

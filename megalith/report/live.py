@@ -33,15 +33,14 @@ from megalith.report import pace, units
 
 
 class LiveLine:
-    """Shows how far a run is, from the events written after this was made.
+    """Shows a run's progress, from the events that are logged after this object was created.
 
-    On a terminal: one line, redrawn at each `poll`, with problems and validations above it. Elsewhere: a plain line at the first
-    step, then every `seconds` seconds, and for the last step when closed. `errors`: also show the errors that ranks log. A
-    command that prints the cause of a failure at the end leaves them out: they would repeat it, and reports of lost peers do not
-    help.
+    On a terminal: one line, redrawn at each `poll`, with problems and validations above it. Elsewhere: a plain line at the first step, then
+    every `seconds` seconds, and for the last step when closed. `errors`: also show the errors that ranks log. They are left out if the
+    command itself prints the cause of a failure at its end.
 
-    No method raises anything: the display must not end the training. `failed`: why something was not shown. `on_event` is called
-    with each event, until it raises; `raised` is the exception.
+    No method raises an exception, because the display must not end the training. `failed`: the first reason why something was not shown.
+    `on_event` is called with each event until it raises an exception, which is then in `raised`.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class LiveLine:
                 self._print_if_new()
 
     def close(self) -> None:
-        """Show the last state and leave the line standing."""
+        """Show the last state; the line stays on the terminal."""
         self.poll()
         with self._whatever_happens():
             if self._live is not None:
@@ -104,7 +103,7 @@ class LiveLine:
 
     @contextmanager
     def _whatever_happens(self) -> Iterator[None]:
-        """Leave the block when it raises, also in a drawing library: the run continues without its live line."""
+        """Leave the block on any exception, also from a drawing library: the run continues without its live line."""
         try:
             yield
         except (Exception, SystemExit) as error:  # rich raises the latter where a pipe is closed
@@ -117,20 +116,20 @@ class LiveLine:
         self.close()
 
     def _size(self) -> int:
-        """Return the bytes of the log; 0 if there is none, or it cannot be read."""
+        """Return the size of the log in bytes; 0 if it does not exist or cannot be read."""
         try:
             return self._path.stat().st_size
         except OSError:
             return 0
 
     def _new(self) -> list[Event]:
-        """Return the events written since the last call. Torn lines and lines that hold no event are skipped."""
+        """Return the events written since the last call. Incomplete lines and lines without an event are skipped."""
         try:
             fresh = self._read()
         except OSError as error:
             if not self._away and (self._inode or not isinstance(error, FileNotFoundError)):
                 self._away = True
-                words = f"{self._path} cannot be read ({error.strerror}): training continues, and is shown again once the file can be read"
+                words = f"{self._path} cannot be read ({error.strerror}): training continues, and progress is shown once it can be read"
                 self._print(Text.assemble(("warning", "yellow"), f": {words}"))
             return []
         self._away = False
@@ -179,7 +178,8 @@ class LiveLine:
                 self._print(Text.assemble((event.severity, colour), f": {first}{' …' if more else ''}{where}"))
 
     def _said_of(self, incident: Incident) -> str:
-        """Return an incident's reason in one line, once. The reason for a run's end is left to the command's last message."""
+        """Return an incident's reason in one line; a repeated reason is shortened. The reason for a run's end is left out, because the
+        command's last message has it."""
         if any(command.get("kind") == "stop" for command in incident.commands):
             return "the run stops"
         reason = incident.reason.partition("\n")[0]
@@ -194,7 +194,7 @@ class LiveLine:
             self._print(Text(text))
 
     def _print(self, line: Text) -> None:
-        """Print a line above the live one. It is never broken, so that a log can be searched for it."""
+        """Print a line above the live line. It is not wrapped, so that it can be searched for in a log."""
         self._console.print(line, soft_wrap=True)
 
     def line(self) -> str:
@@ -220,7 +220,7 @@ class LiveLine:
         return f"val {self._validation.loss:.4f}{earlier}"
 
     def _left(self) -> float | None:
-        """Return the seconds to the last step; None if the ranks have restarted and not finished a step yet."""
+        """Return the seconds until the last step; None if the ranks have restarted and not yet finished a step."""
         if not self._recent:
             return None
         steps, times = [one.step for one in self._recent], [one.time for one in self._recent]

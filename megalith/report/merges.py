@@ -1,4 +1,4 @@
-"""Sites of a run on its report page: their merges, bytes sent, waits, and the differences of their weights at each merge."""
+"""The sites of a run on its report page: merges, bytes sent, waits, and the distance between the sites' weights at each merge."""
 
 from collections.abc import Sequence
 from html import escape
@@ -14,7 +14,7 @@ MAX_POINTS = 1000  # of a curve: of more merges, those at even distances
 
 
 def merge_section(run: History) -> str:
-    """Return the merges of a run across sites as HTML: sums, and curves over the run; empty for a run without sites."""
+    """Return the merges of a run across sites as HTML: totals, and curves over the run; empty for a run without sites."""
     found, made = merges_of(run), list(of_kind(run.events, Merge))
     if found is None:
         return ""
@@ -23,14 +23,14 @@ def merge_section(run: History) -> str:
         f"{found.count:,} merges of {found.sites} sites in {units.count(rounds)} rounds.",
         f"The first site sent {units.memory(found.bytes_sent)}{_saved(run, made)}.",
         f"Its ranks waited {units.duration(found.waited)} for the others, {units.duration(found.waited / rounds)} a round: "
-        f"{units.percent(found.used)} of the time in steps and merges was used.",
+        f"{units.percent(found.used)} of the time in steps and merges was not spent waiting.",
     ]
     if run.validations:
         words.append(f"The merged weights' validation loss is {run.validations[-1].loss:.4f}.")
     shown = made[:: -(-len(made) // MAX_POINTS)]
     apart = [
         Series("norm of the mean difference", [(one.step, one.norm) for one in shown], 0, dots=True),
-        Series("distance of the sites to it", [(one.step, one.spread) for one in shown], 1, dots=True),
+        Series("distance of the sites to this mean", [(one.step, one.spread) for one in shown], 1, dots=True),
     ]
     losses = [
         Series(
@@ -43,20 +43,20 @@ def merge_section(run: History) -> str:
     ]
     waits = [Series("seconds waited", [(one.step, one.waited) for one in shown], 3, dots=True)]
     drawn = {
-        "How far apart the sites were": curves(apart, _digits, log=True, from_zero=True),
+        "Distance between the sites": curves(apart, _digits, log=True, from_zero=True),
         "Wait of the first site at each merge (seconds)": curves(waits, units.duration, from_zero=True),
-        "Loss of each site (nats a token), mean over the steps before": curves(losses, _digits, log=True),
+        "Loss of each site (nats a token), mean over the steps since the last merge": curves(losses, _digits, log=True),
     }
     return f"<p>{escape(' '.join(words))}</p>{figures(*(figure(name, chart) for name, chart in drawn.items()))}"
 
 
 def _saved(run: History, made: Sequence[Merge]) -> str:
-    """Return the bytes of gradients in fp32 after each step for comparison, as far as the model's size is known."""
+    """Compare the bytes sent with those of fp32 gradients after each step; empty if the model's size is not known."""
     sent = sum(one.bytes_sent for one in made)
     if run.start is None or not sent:
         return ""
     instead = 4 * run.start.parameters * made[-1].step * (made[-1].sites - 1)
-    return f", {instead / sent:,.3g} times less than gradients in fp32 after each step ({units.memory(instead)})"
+    return f", {instead / sent:,.3g} times less than fp32 gradients after each step ({units.memory(instead)})"
 
 
 def _by_site(merge: Merge) -> list[tuple[int, float]]:

@@ -1,4 +1,4 @@
-"""The report of a run: one HTML file that needs nothing else, made from the run folder's files."""
+"""The report of a run: one self-contained HTML file, made from the run folder's files."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -32,20 +32,20 @@ FILE = "report.html"
 BREAKDOWN: Mapping[str, int] = {
     "forward": 0, "backward": 1, "optimizer": 2, "communication": 3, "data": 4, "checkpoint": 5, "validation": 7, "bubble": 6, "other": 8
 }  # fmt: skip
-"""Parts of a step -> colour, in the order they are stacked."""
+"""Part of a step's time -> colour, in the order in which they are stacked."""
 
 
 def write(run_dir: Path, path: Path | None = None, compared: "SlowdownReport | str" = "") -> Path:
-    """Write the run's report to `path` (default: into its folder) and return the path. The report of a run without events says
-    so. `compared`: as for `render`."""
+    """Write the run's report to `path` (default: report.html in its folder) and return the path. A run without events gets a report with a
+    note. `compared`: as for `render`."""
     path = path or run_dir / FILE
     disk.write_whole(path, render(history(run_dir), folder=run_dir, compared=compared))
     return path
 
 
 def render(run: History, *, folder: Path, compared: "SlowdownReport | str" = "") -> str:
-    """The page as text. `folder` names the run and may hold spec.json, provenance.json and run.toml, shown if they are there. `compared`:
-    the run's step beside its prediction, or why there is none."""
+    """Return the page as text. `folder`: the run folder, whose spec.json, provenance.json and run.toml are shown if they exist. `compared`:
+    the run's step beside its prediction, or the reason why there is none."""
     name = run.spec.get("name") or folder.resolve().name
     sections: list[tuple[str, Callable[[], str]]] = [
         ("", lambda: _cards(run)),
@@ -96,10 +96,10 @@ def _where(folder: Path) -> str:
 
 
 def _said(run: History) -> str:
-    """The run in one line: model, machine, plan."""
+    """Describe the run in one line: model, machine, plan."""
     start, plan = run.start, run.plan
     if start is None:
-        return "This folder has no record of a start, so there is little to show yet."
+        return "The log in this folder records no start of a run, so there is little to show yet."
     words = [f"{units.count(start.parameters)} parameters", f"{units.counted(start.world, 'rank')} on {start.device}"]
     if plan:
         words.append(f"data {plan.data}, tensor {plan.tensor}, pipeline {plan.pipeline}, ZeRO {plan.zero}")
@@ -112,7 +112,7 @@ def _said(run: History) -> str:
 
 
 def _cards(run: History) -> str:
-    """Return the main numbers, each with its basis."""
+    """Render the main numbers, each with a note on its basis."""
     if not run.steps:
         return '<p class="none">No step is recorded yet.</p>'
     last = run.steps[-1]
@@ -146,13 +146,13 @@ def _recent_loss(run: History) -> float:
 
 
 def _mfu(run: History) -> tuple[str, str]:
-    """Return the card of MFU, and a footnote with its peak and its FLOP convention: without them the number means nothing."""
+    """Return the card of MFU, and a footnote with the peak and the FLOP convention on which MFU depends."""
     start, share = run.start, run.usual(lambda step: step.mfu)
     if start is None or share is None:
         return _card("MFU", units.NOTHING, "no peak known"), f"No peak known: {start.peak_source if start else 'unknown device'}."
     peak = f"the peak of {units.counted(start.world, 'rank')}: {units.flops(start.peak_flops)} ({start.peak_source})"
     work = f"{units.flops(start.flops_per_token)[:-2]} a token ({start.flops_convention})"
-    return _card("MFU", units.percent(share), "median, after warm-up"), f"MFU is relative to {peak}. The model's work is {work}."
+    return _card("MFU", units.percent(share), "median, after warm-up"), f"MFU is relative to {peak}. The model computes {work}."
 
 
 def _lost(run: History) -> str:
@@ -165,13 +165,13 @@ def _lost(run: History) -> str:
 
 
 def _signs(run: History) -> str:
-    """Render signs that suggest another plan."""
+    """Render warning signs that suggest another plan."""
     found = "".join(f'<li class="warning"><b>sign</b><span>{escape(sign)}</span></li>' for sign in signs(run))
     return f'<ul class="problems">{found}</ul>' if found else ""
 
 
 def _problems(run: History) -> str:
-    """Render the messages for a person, the newest first, equal ones together."""
+    """Render warnings and errors, the newest first, with equal messages combined."""
     if not run.problems:
         return ""
     counted: dict[tuple[str, str], list[Problem]] = {}
@@ -203,7 +203,7 @@ def smoothed(points: Sequence[Point], *, reach: int) -> list[Point]:
 
 
 def _curve(name: str, points: Sequence[Point], colour: int) -> list[Series]:
-    """A curve; a long and noisy one is smoothed, with its raw values faint behind it."""
+    """A curve. If it has 60 points or more, it is smoothed, with the raw values faint behind it."""
     if len(points) < 60:
         return [Series(name, points, colour)]
     return [Series(name, points, colour, faint=True), Series(name, smoothed(points, reach=max(len(points) // 60, 3)), colour)]
@@ -223,7 +223,7 @@ def _curves(run: History) -> str:
     rate = [Series("learning rate", _points(run.steps, lambda step: step.lr), 7)]
     if balance := [(s.step, s.experts["max_load"]) for s in run.steps if s.experts]:
         chart = curves(_curve("largest load over the mean", balance, 4), digits, from_zero=True)
-        drawn.append(figure("Load of the busiest expert over the mean load, in the least even layer", chart))
+        drawn.append(figure("Load of the busiest expert over the mean load, in the least balanced layer", chart))
     if scales := [(x, log2(y)) for x, y in _points(run.steps, lambda step: step.scale)]:
         chart = curves([Series("loss scale", scales, 5)], lambda y: f"2^{y:g}", unit="2^")
         over = sum(each.scale_before is not None for each in of_kind(run.events, Skipped))
@@ -239,7 +239,7 @@ def _curves(run: History) -> str:
 
 
 def _held_out(run: History, digits: Callable[[float], str]) -> list[str]:
-    """Draw the validation loss of each domain, and in bits a byte where the data's manifest says how many bytes its tokens are."""
+    """Draw the validation loss of each domain, also in bits a byte if the data's manifest has the number of bytes."""
     rates = tokens_a_byte(run.spec)
     losses = {"": [(v.step, v.loss) for v in run.validations]}
     domains = sorted({name for v in run.validations for name in v.domains})
@@ -256,7 +256,7 @@ def _held_out(run: History, digits: Callable[[float], str]) -> list[str]:
 
 
 def _rounding(watched: Sequence[PrecisionWatched], digits: Callable[[float], str]) -> list[str]:
-    """Draw the relative error of the gradients of the eight parts with the largest last errors, and the limit if there is one."""
+    """Draw the relative gradient errors of the eight parts whose newest errors are largest, and the limit if there is one."""
     last = watched[-1].errors
     largest = sorted(last, key=lambda part: -(inf if (error := last[part]) is None else error))[:8]
     errors = {part: [(one.step, error) for one in watched if (error := one.errors.get(part)) is not None] for part in largest}
@@ -267,14 +267,15 @@ def _rounding(watched: Sequence[PrecisionWatched], digits: Callable[[float], str
     shares = {name: [(one.step, max(getattr(one, key).values(), default=0.0)) for one in watched] for name, key in most.items()}
     lost = [Series(name, points, 1 + i, dots=True) for i, (name, points) in enumerate(shares.items())]
     raised = sum(bool(one.raised) for one in watched)
-    words = f"Relative error of gradients compared with wide products; {raised} {'block' if raised == 1 else 'blocks'} made wide"
-    inputs = "Share of the inputs of products that saturated or became 0 in rounding, in the worst part"
+    blocks = units.counted(raised, "block")
+    words = f"Relative error of gradients compared with wide products (not in 8 or 4 bits); {blocks} made wide"
+    inputs = "Share of the products' inputs that saturated or were rounded to 0, in the worst part"
     chart = curves(series, digits, log=True, from_zero=True)
     return [figure(words, chart), figure(inputs, curves(lost, units.percent, unit=" %", from_zero=True))]
 
 
 def _speed(run: History) -> str:
-    """Throughput, and where the time of a step goes."""
+    """Draw throughput, MFU and the parts of a step's time."""
     if not run.steps:
         return ""
     rate = _curve("tokens a second", _points(run.steps, lambda step: step.tokens_per_second), 0)
@@ -295,7 +296,7 @@ def _seconds(value: float) -> str:
 
 
 def _colours(columns: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, int]:
-    """The parts that occur, known ones first, each with its colour."""
+    """Map the parts that occur to colours, known parts first."""
     there = {name for _, values in columns for name, value in values.items() if value > 0}
     return {name: colour for name, colour in BREAKDOWN.items() if name in there} | {
         name: i % 8 for i, name in enumerate(sorted(there - set(BREAKDOWN)))
@@ -303,7 +304,7 @@ def _colours(columns: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, 
 
 
 def _buckets(values: Sequence[tuple[int, Mapping[str, float]]], *, most: int) -> list[tuple[float, dict[str, float]]]:
-    """Means over equal runs of steps, at most `most` of them; x is the middle of each."""
+    """Average over at most `most` ranges of equally many steps; x is the middle of a range."""
     size = -(-len(values) // most)
     found: list[tuple[float, dict[str, float]]] = []
     for i in range(0, len(values), max(size, 1)):
@@ -342,7 +343,7 @@ def _spikes(run: History) -> str:
 
 
 def _faults(run: History) -> str:
-    """Render the use of the run's time, and each incident from beginning to end; empty without an incident."""
+    """Render the use of the run's time, and a post-mortem of each incident; empty without an incident."""
     found = ledger.post_mortems(run.events)
     if not found:
         return ""
@@ -358,7 +359,7 @@ def _faults(run: History) -> str:
 
 
 def _samples(run: History) -> str:
-    """Text the model wrote, the newest first."""
+    """Render text that the model generated, the newest first."""
     found = ""
     for sample in reversed(run.samples[-5:]):
         words = f"<b>{escape(sample.prompt)}</b>{escape(sample.text)}"

@@ -1,4 +1,4 @@
-"""Table of an optimizer's rule for each parameter."""
+"""Table of the update rule of each parameter."""
 
 from collections.abc import Sequence
 

@@ -23,7 +23,7 @@ def phase_table(run: History) -> str:
 
 
 def noise_words(run: History) -> str:
-    """Return the newest gradient noise scale beside the tokens of a step, or why there is none."""
+    """Return the newest gradient noise scale and the tokens a step, or the reason why there is no noise scale."""
     last = run.steps[-1]
     if "tokens" in last.noise:
         return f"{units.count(last.noise['tokens'])} tokens, at {units.count(last.tokens)} a step"

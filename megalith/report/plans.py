@@ -1,4 +1,4 @@
-"""Plans that were found, as tables for a terminal of 80 columns."""
+"""Results of the planner as tables for a terminal of 80 columns."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ def heading(found: PlanResult) -> str:
 
 
 def best(found: PlanResult) -> str:
-    """The answer in sentences: the time, the layout, the cost, and the uncertainty."""
+    """Describe the best plan in sentences: time, layout, cost and uncertainty."""
     choice, sure = found.found.best, found.confidence
     if choice is None:
         return ""
@@ -52,7 +52,7 @@ def best(found: PlanResult) -> str:
         one = found.trainings[0]
         cost = "" if one.dollars is None else f" and ${amount(one.dollars)} ({between(one.dollars, sure.time, dollars)})"
         said.insert(0, f"{amount(one.tokens)} tokens take {days(one.days)} ({between(one.days, sure.time, days)}){cost} with")
-    said.append(f"In brackets: 80 % of cases. {sure.words}.")
+    said.append(f"Brackets hold 80 % intervals. {sure.words}.")
     return " ".join(said)
 
 
@@ -72,7 +72,7 @@ def dollars(value: float) -> str:
 
 
 def table(found: PlanResult) -> Table:
-    """Layouts, best first, with the criteria for a choice among those as fast as the best; the run's own plan last."""
+    """Tabulate layouts, best first, with criteria for a choice among equally fast ones; the run's own plan is last."""
     choices, own = found.found.choices, found.own
     drawn = columns("layout", "recompute", "MFU", "step", "80 %", "GiB", "waits", "beside the first")
     drawn.columns[-1].justify, drawn.columns[-1].no_wrap = "left", False
@@ -90,7 +90,7 @@ def table(found: PlanResult) -> Table:
 
 
 def _beside(choice: Candidate, first: Candidate, found: PlanResult) -> str:
-    """Compare a layout with the first: its higher costs, or how much slower it is."""
+    """Compare a layout with the first: its speed, and advantages in memory and number of splits."""
     ratio = choice.estimate.time.step / first.estimate.time.step
     if choice.plan == first.plan:
         return ""
@@ -103,16 +103,17 @@ def _beside(choice: Candidate, first: Candidate, found: PlanResult) -> str:
 
 
 def _splits(plan: Plan) -> int:
-    """Axes along which the work is split."""
+    """Return the number of axes along which the work is split."""
     return sum(size > 1 for size in (plan.tensor, plan.context, plan.pipeline, plan.expert, plan.data))
 
 
 APART = 0.1
-"""Share of a device's memory by which layouts on as many devices differ at least, to be shown both."""
+"""Layouts on the same number of devices are both shown if they differ by at least this share of a device's memory."""
 
 
 def distinct(points: Sequence[Point]) -> list[Point]:
-    """Return the points of a frontier, fastest first, that free clearly more memory than the one before on as many devices."""
+    """Return the points of a frontier, fastest first. A point is left out unless it frees clearly more memory than the last one on the same
+    number of devices."""
     found, newest = list[Point](), dict[int, float]()
     for point in points:
         memory = point.choice.estimate.memory.total
@@ -123,7 +124,7 @@ def distinct(points: Sequence[Point]) -> list[Point]:
 
 
 def frontier(points: Sequence[Point]) -> Table:
-    """Layouts that nothing beats in time, cost and memory at once; of those with about the same memory, the fastest."""
+    """Tabulate the Pareto frontier of time, cost and memory; of layouts with about the same memory, only the fastest."""
     drawn = columns("devices", "layout", "recompute", "step", "tok/s", "MFU", "GiB", "free", "$/B tok")
     for point in distinct(points):
         plan, estimate = point.choice.plan, point.choice.estimate
@@ -138,7 +139,7 @@ def frontier(points: Sequence[Point]) -> Table:
 
 
 def what_ifs(found: PlanResult) -> Table:
-    """The best layout for each change, compared with the best layout without a change."""
+    """Tabulate the best layout for each change, beside the best layout without a change."""
     drawn = columns("if", "layout", "tok/s", "MFU", "step", "GiB", "days", "cost")
     as_it_is = ("as it is", found.found.best, next(iter(found.trainings), None))
     for change, choice, training in (as_it_is, *((one.change, one.choice, one.training) for one in found.what_ifs)):
@@ -156,7 +157,7 @@ def what_ifs(found: PlanResult) -> Table:
 
 
 def prices(broken: Sequence[Price]) -> Table:
-    """Tabulate broken rules, the plan that follows each, and the difference."""
+    """Tabulate each broken rule, the change that would follow it, and the difference in time, memory and cost."""
     drawn = columns("broken rule", "followed", "step", "GiB", "cost", "")
     drawn.columns[-1].justify, drawn.columns[-1].no_wrap = "left", False
     for one in broken:
@@ -202,7 +203,7 @@ def legend(found: PlanResult) -> str:
     """Explain the columns."""
     device, search = found.request.cluster.accelerator, found.found
     limit = f", of {device.memory / GIB:.1f}; plans leave {headroom():.0%} free" if device.memory else ""
-    denied = f", {search.refused:,} denied by `megalith check`" if search.refused else ""
+    denied = f", {search.refused:,} refused by `megalith check`" if search.refused else ""
     return (
         f"t tensor, c context, p pipeline x chunks (1F1B, unless named), e expert x parts of each, d data, z ZeRO stage, r copies, "
         f"m microbatch.\n"
@@ -210,13 +211,13 @@ def legend(found: PlanResult) -> str:
         f"MFU: {found.convention} of {units.flops(device.wide)}.\n"
         f"GiB: worst rank{limit}. waits: bubble and exposed communication, of the step. as fast: within {found.confidence.apart - 1:.0%}, "
         f"too little for predictions to tell apart.\n"
-        f"{search.looked_at:,} plans looked at, {search.too_large:,} too large{denied}. Predicted: {found.assumption}."
+        f"{search.looked_at:,} plans examined, {search.too_large:,} too large{denied}. Predicted: {found.assumption}."
         f"{_offloaded(found)}{gain_over_own_plan(found)}"
     )
 
 
 def _offloaded(found: PlanResult) -> str:
-    """Return a line about the layouts shown that offload to host memory; empty if there are none."""
+    """Explain the signs of layouts that offload; empty if no layout that is shown offloads."""
     shown = [*found.found.choices, *(one.choice for one in found.frontier), *(one.choice for one in found.what_ifs)]
     if not any(choice is not None and choice.moves for choice in shown):
         return ""
@@ -234,28 +235,27 @@ def _offloaded(found: PlanResult) -> str:
 
 
 def gain_over_own_plan(found: PlanResult) -> str:
-    """Describe the gain of the best plan over the run's own, by the terms of a step; empty without an own plan, or if no plan is
-    faster."""
+    """Describe the gain of the best plan over the run's own, by the terms of a step; empty if the request has no own plan."""
     if found.own is None:
         return ""
     best, own = found.found.choices[0].estimate.time, found.own.estimate.time
     gain = own.step - best.step
     if gain <= 0:
-        return "\nNo plan that was looked at is faster than yours."
+        return "\nNo examined plan is faster than yours."
     terms = {name: value - vars(own)[name] for name, value in vars(best).items() if name != "step"}
     large = sorted(((name, value) for name, value in terms.items() if abs(value) > gain / 50), key=lambda term: term[1])
     said = ", ".join(f"{name} {value:+.3g} s" for name, value in large)
-    return f"\nThe best beats yours by {gain / own.step:.1%} of the step ({said})."
+    return f"\nThe best plan's step is {gain / own.step:.1%} shorter than yours ({said})."
 
 
 def trainings(found: PlanResult) -> str:
-    """Time, money and energy of the training under the best plan; empty where no length is known."""
+    """Describe time, money and energy of the training under the best plan; empty if the number of tokens is not known."""
     if not found.trainings:
         return ""
     one = found.trainings[0]
     parts = [f"{one.steps:,} steps", f"{one.days:,.1f} days", f"{amount(one.device_hours)} device-hours"]
     if one.dollars is None:
-        parts.append("no price known (price_per_hour of a cluster file)")
+        parts.append("no price known (set price_per_hour in a cluster file)")
     else:
         parts.append(f"${amount(one.dollars)} at ${found.request.cluster.price_per_hour:g} an hour")
     if one.megawatt_hours is None:
@@ -263,32 +263,36 @@ def trainings(found: PlanResult) -> str:
     else:
         parts.append(f"{one.megawatt_hours:,.3g} MWh" if one.megawatt_hours < 1e3 else f"{one.megawatt_hours / 1e3:,.3g} GWh")
     parts.append(f"{one.flops:.2g} FLOP")
-    return f"{amount(one.tokens)} tokens with the best: {', '.join(parts)}; no faults counted (megalith simulate counts them)"
+    return f"{amount(one.tokens)} tokens with the best plan: {', '.join(parts)}; without faults (megalith simulate includes them)"
 
 
 def across(found: PlanResult) -> str:
-    """Describe how long sites wait for each other, and the choices for their link; empty where no link between them is known."""
+    """Describe the waits of sites for each other, and methods that suit their link; empty if the link's speed is not known."""
     if (linked := found.linked) is None:
         return ""
     said, proposed = linked.said, linked.proposed
     lines = [f"across {said.sites} sites, as the run file says: {_waits(said)}"]
     if said.use < GOOD:
-        shortest = f"{GOOD:.0%} takes inner_steps = {said.shortest}" if said.shortest else ""
+        shortest = f"{GOOD:.0%} needs inner_steps = {said.shortest}" if said.shortest else ""
         lines[0] += f" {shortest or f'No inner_steps up to {INTERVALS[-1]} reaches {GOOD:.0%}'}."
     if proposed is not None and proposed != said:
         lines.append(f"chosen for the link: {_waits(proposed)}")
         if proposed.use < GOOD:
-            lines.append(f"The link is too slow for {GOOD:.0%} with any of the methods that were tried.")
+            lines.append(f"The link is too slow for {GOOD:.0%} with every method that was tried.")
     if linked.together is not None and linked.together != proposed:
         lines.append(f'with method = "data-parallel": {_waits(linked.together)}')
     if linked.gain is not None:
-        much = f"{linked.gain:.2f} times the tokens a second of one that trains the whole batch"
-        lines.append(f"{said.sites} sites train {much}." if linked.gain > 1 else f"More than one site does not pay: {much}.")
+        much = f"{linked.gain:.2f} times the tokens a second of one site that trains the whole batch"
+        lines.append(
+            f"{said.sites} sites process {much}."
+            if linked.gain > 1
+            else f"More than one site does not pay: together they process {much}."
+        )
     return "\n".join(lines)
 
 
 def sites(found: SitesResult) -> Table:
-    """Results of all sites, one a row."""
+    """Tabulate the plans of all sites, one in each row."""
     drawn = columns("site", "cluster", "share", "samples", "layout", "step", "waits", "GiB")
     for one, row in zip(found.found, found.to_json(), strict=True):
         drawn.add_row(
@@ -299,21 +303,21 @@ def sites(found: SitesResult) -> Table:
 
 
 def _waits(one: Across) -> str:
-    """Describe a method and how long sites wait with it."""
+    """Describe a method for the link, with its traffic and waits."""
     if one.gradients:
         sent = f"{one.bytes / 1e6:,.3g} MB in a step, waits {seconds(one.waited)} in it"
-        return f"{one.method}. Each sends {sent}, and computes {one.use:.1%} of the time."
+        return f"{one.method}. Each site sends {sent}, and computes for {one.use:.1%} of the time."
     more = (f", top_k = {one.top_k}" if one.top_k is not None else "") + (", eager" if one.eager else "")
     keys = f"inner_steps = {one.inner_steps}, fragments = {one.fragments}, overlap = {one.overlap}, bits = {one.bits}{more}"
     return (
-        f"{one.method} ({keys}). Each "
+        f"{one.method} ({keys}). Each site "
         f"sends {one.bytes / 1e6:,.3g} MB in a round, {one.instead / one.bytes:,.3g} times less than gradients, waits "
-        f"{seconds(one.waited)} in it, and computes {one.use:.1%} of the time."
+        f"{seconds(one.waited)} in it, and computes for {one.use:.1%} of the time."
     )
 
 
 def phases(found: PlanResult) -> Table:
-    """The best plan in each phase of the run."""
+    """Tabulate the step of the best plan in each phase of the run."""
     drawn = columns("from sample", "a step", "steps", "step", "in all", "GiB")
     for one in found.phases:
         time, held = one.estimate.time.step, one.estimate.memory.total
@@ -325,7 +329,7 @@ def phases(found: PlanResult) -> Table:
 
 
 def slower(found: SlowdownReport) -> str:
-    """Compare the measured step with the predicted one in a sentence, with the term that explains the difference."""
+    """Compare the measured step with the predicted one, and name the term that exceeds its prediction most."""
     blamed = found.to_blame
     off = found.measured / found.predicted - 1
     said = f"{found.name}: a step takes {seconds(found.measured)}, predicted {seconds(found.predicted)} ({off:+.1%})."
@@ -335,7 +339,7 @@ def slower(found: SlowdownReport) -> str:
 
 
 def terms(found: SlowdownReport) -> Table:
-    """The terms of a step, what takes longest over its prediction first."""
+    """Tabulate the terms of a step; the term that exceeds its prediction most is first."""
     drawn = columns("term", "", "predicted", "measured", "over")
     for one in found.terms:
         over = f"{'-' if one.over < 0 else '+'}{seconds(abs(one.over))}"
@@ -376,13 +380,13 @@ def gains(found: Gains) -> Table:
 def recipe_advice(found: Gains) -> str:
     """Explain the table of gains, and propose a recipe."""
     ways = (
-        "predicted ms of a layer on a rank, forward and backward of a microbatch; gain: bf16's time over that in 8 bits\n"
-        "wide: stays in bf16; rehearsed: no product in 8 bits has these sizes, or it is of experts"
+        "predicted ms for forward and backward of a layer on a rank, for a microbatch; gain: bf16's time over that in 8 bits\n"
+        "wide: stays in bf16; rehearsed: emulated, as there is no 8-bit product of these sizes or for experts"
     )
     if not found.recipe:
         return f"{ways}\nno layer gains from 8 bits on {found.device}: use bf16"
     keys = "\n".join(f"{key} = {json.dumps(value)}" for key, value in found.recipe.items())
-    return f"{ways}\nproposed, and {seconds(found.saved)} shorter for each microbatch and rank with all blocks:\n\n[precision]\n{keys}\n"
+    return f"{ways}\nproposed; it saves {seconds(found.saved)} for each microbatch on a rank with all blocks:\n\n[precision]\n{keys}\n"
 
 
 def reasons(found: PlanResult) -> Table:

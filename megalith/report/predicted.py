@@ -1,4 +1,4 @@
-"""The timeline of a run's pipeline, and the terms of its step: predicted, and measured."""
+"""The timeline of a run's pipeline and the terms of its step, predicted and measured."""
 
 from collections.abc import Sequence
 from html import escape
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from megalith.planner.slowdown import SlowdownReport
 
 MAX_BARS = 4000
-"""Bars a drawing holds: beyond it, fewer microbatches are drawn."""
+"""Maximum number of bars in a drawing; if there would be more, fewer microbatches are drawn."""
 
 
 def predict(run: History) -> tuple[Timeline, str, int]:
-    """The simulated timeline of the plan's schedule, the source of its costs, and its number of microbatches.
+    """Return the simulated timeline of the plan's schedule, the source of its costs, and its number of microbatches.
 
-    Costs are the measured means of each computation of each stage; without recorded spans, the run's mean forward and backward
-    time shared among microbatches and chunks; without these, 1 and 2.
+    Costs are the measured mean times of each stage's computations. Without recorded spans, they are the run's mean forward and backward
+    times, divided among microbatches and chunks. Without these, they are 1 s and 2 s.
     """
     plan, microbatches = run.plan, run.microbatches
     assert plan is not None, "predict needs a recorded plan"
@@ -53,7 +53,7 @@ def predict(run: History) -> tuple[Timeline, str, int]:
 
 
 def trace(run: History) -> dict[str, Any]:
-    """The pipeline's timelines for Perfetto, as they are drawn: predicted, and every step whose spans were recorded."""
+    """Return the pipeline's timelines as a trace for Perfetto: the predicted one, and each step with recorded spans."""
     groups: dict[str, Timeline | Sequence[timeline.Bar]] = {}
     if run.plan is not None and run.microbatches:
         predicted, basis, _ = predict(run)
@@ -63,7 +63,7 @@ def trace(run: History) -> dict[str, Any]:
 
 
 def term_section(compared: "SlowdownReport | str") -> str:
-    """Tabulate the terms of a step, the one to blame first, or give the reason why nothing is predicted; nothing without a reason."""
+    """Tabulate the terms of a step, the one to blame first. A text is the reason why there is no prediction, which is shown instead."""
     if isinstance(compared, str):
         return f'<p class="none">{escape(f"Nothing is predicted: {compared}.")}</p>' if compared else ""
     from megalith.report import plans  # imports the planner, which takes long and which few pages need

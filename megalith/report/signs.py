@@ -1,5 +1,4 @@
-"""Warning signs of a plan that does not suit its machine, read from what a run recorded. Each sign has an observation and a way
-out."""
+"""Warning signs in a run's log that the plan does not suit the machine. Each sign has an observation and a way out."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -13,13 +12,13 @@ from megalith.report.units import count, percent
 from megalith.schedule.action import COMPUTATIONS
 
 FALLS = 0.05
-"""Share of throughput a rank must lose for it to be a sign."""
+"""A loss of throughput by more than this share is a sign."""
 
 ALONE = 1.1
-"""N ranks that are busy for at most this many times 1/N of the time work one after another."""
+"""N ranks count as working one after another if they are busy for at most this many times 1/N of the time."""
 
 MAXIMUM = 0.5
-"""Share of the time in experts' computations that waiting may take."""
+"""Waiting for more than this share of the time in experts' computations is a sign."""
 
 
 def signs(run: History) -> list[str]:
@@ -28,7 +27,7 @@ def signs(run: History) -> list[str]:
 
 
 def _tensor(run: History) -> Iterator[str]:
-    """Throughput that falls as tensor grows, over the run's starts."""
+    """Yield a sign if throughput falls as `plan.tensor` grows, over the run's starts."""
     rates: defaultdict[int, list[float]] = defaultdict(list)
     for start, steps in _by_start(run):
         plan = plan_of(start)
@@ -40,13 +39,13 @@ def _tensor(run: History) -> Iterator[str]:
         if slow < (1 - FALLS) * fast:
             yield (
                 f"Throughput falls as tensor grows: {count(fast)} tokens/s a rank with tensor {less}, {count(slow)} with {more} "
-                f"({percent(slow / fast - 1)}). Its collectives cost more than the split saves: keep tensor inside the fastest links, "
-                f"and use data or pipeline for the rest."
+                f"({percent(slow / fast - 1)}). Tensor parallelism's collectives cost more time than it saves: keep tensor "
+                f"inside the fastest links, and use data or pipeline for the rest."
             )
 
 
 def _by_start(run: History) -> Iterator[tuple[RunStarted, list[Step]]]:
-    """Each start with the steps that were done after it and before the next one."""
+    """Yield each start with the steps between it and the next start."""
     steps = sorted((*run.steps, *run.repeated), key=lambda step: step.time)
     starts = sorted(run.starts, key=lambda start: start.time)
     ends = [*(one.time for one in starts), float("inf")][1:]
@@ -55,7 +54,7 @@ def _by_start(run: History) -> Iterator[tuple[RunStarted, list[Step]]]:
 
 
 def _taking_turns(run: History) -> Iterator[str]:
-    """Pipeline ranks that are busy 1/N of the time."""
+    """Yield a sign if each of N pipeline ranks is busy for only about 1/N of the time."""
     if run.plan is None or not run.spans or run.plan.pipeline == 1:
         return
     ranks = run.plan.pipeline
@@ -72,22 +71,21 @@ def _taking_turns(run: History) -> Iterator[str]:
 
 
 def _experts(run: History) -> Iterator[str]:
-    """Yield a sign if waiting dominates the layers of experts. Time between two parts of one computation is the transfer of
-    tokens."""
+    """Yield a sign if waiting for tokens dominates the layers of experts. A computation is interrupted while its tokens are transferred."""
     if run.plan is None or not run.spans or run.plan.expert == 1:
         return
     waiting, computing = dispatch_seconds(run.spans[-1].spans)
     if waiting and waiting > MAXIMUM * (waiting + computing):
         share = percent(waiting / (waiting + computing))
         yield (
-            f"Waiting dominates the layers of experts: ranks spend {share} of those computations waiting for tokens on their way over "
+            f"Waiting dominates the layers of experts: ranks spend {share} of the time in these layers waiting for tokens from "
             f"{run.plan.expert} expert ranks. Keep plan.expert inside the fast links, use larger microbatches, or a schedule that "
             f"computes another microbatch meanwhile (dualpipe, dualpipev)."
         )
 
 
 def dispatch_seconds(spans: Sequence[Span]) -> tuple[float, float]:
-    """Seconds in which ranks waited amid a computation, and seconds of the computations that were so interrupted."""
+    """Seconds in which ranks waited in the middle of a computation, and seconds of the computations that were interrupted in this way."""
     lines: defaultdict[int, list[tuple[str, float]]] = defaultdict(list)
     for rank, name, start, end in sorted(spans, key=lambda span: (span[0], span[2])):
         lines[rank].append((name, end - start))

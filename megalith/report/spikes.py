@@ -1,4 +1,4 @@
-"""Spikes in the log: a row for each, and the number of responses."""
+"""Spikes in the log: a table of them, and the numbers of responses."""
 
 from collections.abc import Sequence
 
@@ -9,14 +9,14 @@ SHOWN = 50
 
 
 def rows(events: Sequence[Event]) -> list[tuple[str, ...]]:
-    """Return the last spikes, oldest first: step, numbers that left their band, response, causes."""
+    """Return the last spikes, oldest first: step, numbers outside their band, response, likely causes."""
     answers = {(type(one), one.step): one.words for one in events if isinstance(one, Rewound | Lowered)}
     found = list[tuple[str, ...]]()
     for one in of_kind(events, Spike)[-SHOWN:]:
         left = ", ".join(f"{name} above {end:.4g}" for name, end in one.bands.items())
         more = answers.get((Rewound, one.step)) or answers.get((Lowered, one.step)) or one.answer
         causes = "; ".join(f"{each['cause']}: {each['evidence']}" for each in one.causes)
-        found.append((f"{one.step:,}", left or "nothing", more, causes or "nothing points to any"))
+        found.append((f"{one.step:,}", left or "nothing", more, causes or "unknown"))
     return found
 
 

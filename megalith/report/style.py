@@ -1,4 +1,4 @@
-"""The frame of report pages: their look in light and in dark, their script, figures and tables."""
+"""Common parts of report pages: style for the light and the dark theme, script, figures and tables."""
 
 import base64
 import hashlib
@@ -9,7 +9,7 @@ from pathlib import Path
 from megalith.report import svg
 
 HALF, WIDE = 550.0, 1150.0
-"""Widths of pictures at which their text has its own size on a wide page: two beside each other, and one alone."""
+"""Widths of pictures that need no scaling on a wide page: two in a row, and one alone."""
 
 PAGE = (
     svg.STYLE
@@ -68,15 +68,15 @@ footer{margin-top:44px;font-size:12.5px}
 )
 
 HINT = '<p class="note hint" hidden>Drag over a curve to zoom in; double-click or press r for all of it, l for log axes.</p>'
-"""A sentence that the script shows."""
+"""A hint that the script shows."""
 
 _SCRIPT = (Path(__file__).parent / "curves.js").read_text(encoding="utf-8").strip()
 _ALLOWED = f"'sha256-{base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()}'"
 
 
 def html_page(title: str, body: str, style: str = "") -> str:
-    """Return a page with this content, and more `style`. It refers to no other file, and only its own script may run: no text of a run
-    can."""
+    """Return a page with this content and additional `style`. It refers to no other file, and its policy lets only its own script run, so
+    no text of a run can run as a script."""
     policy = f"default-src 'none'; script-src {_ALLOWED}; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
     head = (
         f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
@@ -95,12 +95,12 @@ def curves(
     log: bool = False,
     from_zero: bool = False,
 ) -> str:
-    """Draw curves that the page's script can zoom into; `form` and `unit` label the y axis, without and with the script."""
+    """Draw curves that the page's script can zoom into. `form` labels the y axis without the script, `unit` with it."""
     return svg.line_chart(series, x_label=x_label, y_format=form, from_zero=from_zero, zoom=svg.Zoom(unit, log), width=HALF)
 
 
 def figure(caption: str, picture: str, *, wide: bool = False) -> str:
-    """Return a picture with its caption. A picture that cannot be drawn anew for a narrow page keeps its size, and scrolls."""
+    """Return a picture with its caption. A picture that the script cannot redraw for a narrow page keeps its size, and scrolls."""
     if "data-frame" not in picture and 'style="' not in picture.partition(">")[0]:
         size = picture.partition('viewBox="0 0 ')[2].partition(" ")[0]
         picture = picture.replace("<svg", f'<svg style="min-width:{size}px"', 1)
@@ -113,7 +113,7 @@ def figures(*found: str) -> str:
 
 
 def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table of text that scrolls sideways where it is too wide."""
+    """Return a table of text; if it is too wide for the page, it scrolls sideways."""
     top = "".join(f"<th>{escape(name)}</th>" for name in head)
     body = "".join("<tr>" + "".join(f"<td>{escape(value)}</td>" for value in row) + "</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'

@@ -9,12 +9,12 @@ from megalith.events import Merge, of_kind
 from megalith.report.history import History, bits_a_byte, history, tokens_a_byte
 
 LAST = 10
-"""Steps that the training loss is a mean over."""
+"""Number of newest steps over which the training loss is averaged."""
 
 
 @dataclass(frozen=True)
 class Incident:
-    """One time that ranks failed: seconds until it was noticed, and from then until training went on (None: not yet)."""
+    """One failure: seconds until it was detected, and from then until training continued (None: not yet)."""
 
     step: int
     reason: str
@@ -24,8 +24,8 @@ class Incident:
 
 @dataclass(frozen=True)
 class Merges:
-    """Merges of a run with sites, as the first site saw them. `waited`: seconds that its ranks waited for other sites. `used`: the share
-    of the time in steps and merges, also in those that were repeated, in which they did not. `norm`, `spread`: those of the last merge."""
+    """Merges of a run with sites, as the first site logged them. `waited`: seconds that its ranks waited for other sites. `used`: share of
+    the time in steps and merges (including repeated ones) without these waits. `norm`, `spread`: of the last merge."""
 
     count: int
     sites: int
@@ -38,7 +38,7 @@ class Merges:
 
 @dataclass(frozen=True)
 class Summary:
-    """A run in numbers. A value is None if no event has it yet, or, for MFU, if the peak is unknown.
+    """A run in numbers. A value is None if no event has it yet; MFU is None also if the peak is unknown.
 
     Times are seconds, sizes bytes, rates per second. Losses are nats a token. `tokens_per_second` and `mfu` are medians over steps.
     """
@@ -53,7 +53,7 @@ class Summary:
     steps: int | None
     loss: float | None
     loss_steps: int
-    """Number of steps whose mean `loss` is."""
+    """Number of steps over which `loss` is averaged."""
     validation_step: int | None
     validation_loss: float | None
     validation_domains: dict[str, float]
@@ -70,14 +70,14 @@ class Summary:
     checkpoint_bytes: int | None
     checkpoint: str | None
     goodput: float | None
-    """The share of the time that was useful; None before any incident."""
+    """Share of the time that was useful; None before the first incident."""
     lost_seconds: dict[str, float]
-    """Uses of the remaining time."""
+    """Seconds of the remaining time, by cause."""
     incidents: tuple[Incident, ...]
     merges: Merges | None
-    """None for a run without sites, and before the first merge."""
+    """None in a run without sites, and before the first merge."""
     skipped_lines: int
-    """Lines of the log that hold no event."""
+    """Number of lines of the log without an event."""
 
 
 def of_folder(run_dir: Path) -> Summary:
@@ -128,7 +128,7 @@ def summarize(run: History) -> Summary:
 
 
 def merges_of(run: History) -> Merges | None:
-    """Add up the merges of a run across sites; None where there are none."""
+    """Add up the merges of a run across sites; None if there are none."""
     made = list(of_kind(run.events, Merge))
     if not made:
         return None

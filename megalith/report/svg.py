@@ -39,13 +39,13 @@ svg .box{fill:var(--soft);stroke:var(--line)}
 svg .soft{fill:var(--soft)}
 svg .bar:hover{opacity:.8}
 """ + "".join(f"svg .c{i}{{stroke:var(--c{i})}}svg .f{i}{{fill:var(--c{i})}}\n" for i in range(11))
-"""Style of the classes; a page includes it once, a stand-alone picture through `standalone`."""
+"""CSS of the classes. A page includes it once; `standalone` adds it to a picture."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """A named curve. `colour` is its class number; `dots` marks each point; `faint` is for raw values behind a smoothed curve,
-    which then have no entry in the legend; `dashes` show a curve below that coincides."""
+    """A named curve. `colour`: its class number; `dots`: mark each point; `faint`: raw values behind a smoothed curve, without an entry in
+    the legend; `dashes`: a dashed line, so that an equal curve below it is visible."""
 
     name: str
     points: Sequence[Point]
@@ -57,7 +57,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Area:
-    """A named area between two curves over the same places."""
+    """A named area between two curves with the same x values."""
 
     name: str
     low: Sequence[Point]
@@ -85,7 +85,7 @@ class _Frame:
 
 @dataclass(frozen=True)
 class Zoom:
-    """Attributes of a picture for curves.js, which draws parts of its curves. `unit`: of the labels of y. `log`: the y axis may be
+    """Attributes of a picture for curves.js, which zooms into its curves. `unit`: unit of the y axis. `log`: the y axis may be
     logarithmic."""
 
     unit: str = ""
@@ -103,13 +103,13 @@ def picture(width: float, height: float, body: str, label: str, more: str = "") 
 
 
 def standalone(svg: str) -> str:
-    """Return a picture as a file of its own, with its colours."""
+    """Return a picture as the content of a stand-alone SVG file."""
     head = '<svg xmlns="http://www.w3.org/2000/svg"'
     return svg.replace("<svg", head, 1).replace(">", f"><style>{escape(STYLE, quote=False)}</style>", 1) + "\n"
 
 
 def text(x: float, y: float, words: str, *, anchor: str = "start", style: str = "") -> str:
-    """Words at a place; `anchor` is start, middle or end."""
+    """Text at a position; `anchor` is start, middle or end."""
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{f" class={style!r}" if style else ""}>{escape(words)}</text>'
 
 
@@ -122,7 +122,7 @@ MIN_SPAN = 1e-300  # numbers that are closer are one: a step between them would 
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """At most `most` round numbers that lie in [low, high]."""
+    """Return at most `most` round numbers in [low, high]."""
     if not high - low > MIN_SPAN:
         return [low]
     raw = (high - low) / max(most - 1, 1)
@@ -133,7 +133,7 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def thin(points: Sequence[Point], most: int = 500) -> list[Point]:
-    """The points; if there are many, only the lowest and the highest of each stretch, so that no spike is lost."""
+    """Thin out many points: keep only the lowest and the highest of each stretch, so that no spike is lost."""
     if len(points) <= most:
         return list(points)
     size = ceil(2 * len(points) / most)
@@ -146,7 +146,7 @@ def thin(points: Sequence[Point], most: int = 500) -> list[Point]:
 
 
 def legend(entries: Sequence[tuple[str, int]], *, left: float, right: float, top: float) -> tuple[str, float]:
-    """Return coloured names in as many lines as they need, and their height."""
+    """Return the legend, in as many lines as it needs, and its height."""
     body, x, y = "", left, top
     for name, colour in entries:
         wide = width_of(name) + 30
@@ -174,8 +174,8 @@ def line_chart(
 ) -> str:
     """Draw curves over one x axis. Points that are not finite are left out; without any point the picture says so.
 
-    `level`: a value of y that the picture reaches and marks by a line. `marks`: values of x with their names, each a line across.
-    `names`: further entries of the legend, with their colours. `zoom`: a page's script may draw a part of the curves.
+    `level`: a value of y that is in the picture, with a line. `marks`: values of x with names, each with a vertical line. `names`: further
+    entries of the legend, with their colours. `zoom`: a page's script can zoom into the curves.
     """
     shown = [replace(s, points=_finite(s.points)) for s in series]
     shown = [s for s in shown if s.points]
@@ -219,7 +219,7 @@ def _level(frame: _Frame, level: float | None) -> str:
 
 
 def _marks(frame: _Frame, marks: Sequence[tuple[float, str]]) -> str:
-    """Draw a line at each marked value of x. Names stand below each other, so that those of near values do not overlap."""
+    """Draw a line at each marked value of x. Names are at different heights, so that names of close values do not overlap."""
     body = ""
     for i, (at, name) in enumerate(sorted(marks)):
         x, y = frame.px(at), frame.bottom - 8 - 13 * (len(marks) - 1 - i)
@@ -260,7 +260,7 @@ def _axes(frame: _Frame, x_label: str, y_format: Callable[[float], str]) -> str:
 
 
 def _strips(frame: _Frame, series: Sequence[Series], x_label: str, y_format: Callable[[float], str]) -> str:
-    """Draw invisible columns over the curves. Each shows its values on hover."""
+    """Draw invisible columns over the curves. Each column shows the curves' values there on hover."""
     places = sorted({x for s in series for x, _ in s.points})
     places = places[:: ceil(len(places) / 120)]
     edges = [frame.left, *((frame.px(a) + frame.px(b)) / 2 for a, b in pairwise(places)), frame.right]
@@ -289,7 +289,7 @@ def stacked_columns(
     width: float = 620,
     height: float = 270,
 ) -> str:
-    """Draw a stacked column at each x. Its parts are named, and stand in the order of `colours`."""
+    """Draw a stacked column at each x. Its parts are in the order of `colours`."""
     if not columns:
         return picture(width, 60, text(width / 2, 34, "no values yet", anchor="middle"), "no values")
     names, tall = legend(list(colours.items()), left=8, right=width, top=14)
@@ -359,7 +359,7 @@ def titled(title: str, parts: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Cell:
-    """One rank in the grid: a head, lines of text, which of the model's parts it holds and how much of each (0..1)."""
+    """One rank in the grid: a head, lines of text, and its share (0..1) of each of the model's parts."""
 
     head: str
     lines: Sequence[str]
@@ -370,7 +370,7 @@ class Cell:
 def grid(
     cells: Sequence[Sequence[Cell]], row_names: Sequence[str], column_names: Sequence[str], *, cell_width: float = 190
 ) -> str:
-    """Cells in rows and columns. A strip in each cell shows the model's parts in order, filled as far as this cell holds them."""
+    """Cells in rows and columns. A strip in each cell shows the model's parts in order, each filled up to the cell's share."""
     lines = max((len(cell.lines) for row in cells for cell in row), default=0)
     left, top, tall = 22 + max(map(width_of, row_names), default=0), 30, 56 + 15 * lines
     body = "".join(

@@ -19,7 +19,7 @@ STATE = {"finished": "green", "stopped": "yellow", "lost": "yellow", "failed": "
 
 
 def summary(run_dir: Path) -> RenderableType:
-    """The run in one table, and its problems below it; for a folder without events, a sentence that says so."""
+    """Return a table of the run, with its problems below it; for a folder without events, a sentence."""
     run = history(run_dir)
     if not run.starts and not run.steps and not run.problems:
         return Text(f"{run_dir} has no events: no run has started in it, or it is not a run folder.")
@@ -48,7 +48,7 @@ def _facts(run: History, found: Summary) -> list[tuple[str, RenderableType]]:
         facts.append(("steps", f"{found.step:,}" + (f" of {found.steps:,}" if found.steps else "")))
         facts.append(("training loss", f"{found.loss:.4f} (mean of the last {found.loss_steps})"))
     if (merges := found.merges) is not None:
-        waited = f"waited {units.duration(merges.waited)}, {units.percent(merges.used)} of the time used"
+        waited = f"waited {units.duration(merges.waited)}, {units.percent(merges.used)} of the time without waits"
         sent = units.memory(merges.bytes_sent)
         facts.append(("merges", f"{merges.count:,} over {merges.sites} sites: {sent} sent, {waited}"))
     if run.phases:
@@ -85,7 +85,7 @@ def _facts(run: History, found: Summary) -> list[tuple[str, RenderableType]]:
 
 
 def _faults(found: Summary) -> list[tuple[str, str]]:
-    """Return the use of time, once something has gone wrong; the newest incidents, with blame and cost."""
+    """Return the use of the run's time if there was an incident, and the newest incidents with blame and cost."""
     if not found.incidents:
         return []
     lost = ", ".join(f"{cause} {units.duration(seconds)}" for cause, seconds in found.lost_seconds.items())
@@ -105,8 +105,8 @@ def _mfu(run: History, found: Summary) -> str:
 
 
 def _problems(run: History) -> list[Text]:
-    """The last problems, oldest first, each on a line of its own. Errors that the run has recovered from are left out, because an
-    incident's row contains them."""
+    """The last problems, oldest first, each on a line of its own. Errors from which the run has recovered are left out, because the rows of
+    incidents contain them."""
     lines = list[Text]()
     for problem in [one for one in run.problems if one.severity != "error" or not _is_over(one, run)][-10:]:
         colour = "red" if problem.severity == "error" else "yellow"

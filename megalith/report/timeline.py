@@ -1,4 +1,4 @@
-"""Timelines, drawn: a predicted and a measured one on the same axis, and the same as a trace for Perfetto."""
+"""Predicted and measured timelines: drawn on the same axis, or as a trace for Perfetto."""
 
 import re
 from collections import defaultdict
@@ -29,14 +29,14 @@ FILLS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "OTHER": ("other", "#a9a18c", "#1c1a14"),
     }
 )
-"""Kind of bar -> its name, its fill and the colour of the words on it; the same in light and dark."""
+"""Kind of bar -> its name, its fill and the colour of text on it; the same in the light and the dark theme."""
 
 
 class Bar(NamedTuple):
     """An activity of a rank, from `start` to `end` in seconds. `kind` is a key of FILLS, `word` the text on the bar.
 
-    `shade` is the number of the rank's chunk, or 1 for the other direction of a bidirectional schedule. `frame` is the length, in
-    seconds from `start`, of a frame around this bar and the next one, which run together; 0 for none.
+    `shade` is the number of the rank's chunk, or 1 for the other direction of a bidirectional schedule. `frame` is the length, in seconds
+    from `start`, of a frame around this bar and the next one if they are overlapped; 0: no frame.
     """
 
     rank: int
@@ -55,7 +55,7 @@ def predicted(timeline: Timeline) -> list[Bar]:
 
 
 def measured(spans: Iterable[Span], ranks: int) -> list[Bar]:
-    """The bars of a Spans event (`[rank, action, start, end]`); other entries keep their names."""
+    """The bars of a Spans event (`[rank, action, start, end]`); entries that are no actions keep their names."""
     bars: list[Bar] = []
     for rank, name, start, end in spans:
         try:
@@ -79,8 +79,8 @@ def _bars(rank: int, entry: RowEntry, start: float, end: float, ranks: int) -> l
 
 
 def mean_seconds(steps: Iterable[Iterable[Span]]) -> dict[tuple[str, int], float]:
-    """Mean seconds of each (kind, stage) among steps' measured spans of `[rank, action, start, end]`. An action that waited for a
-    message, or took turns with another, has several spans in its step."""
+    """Mean seconds of each (kind, stage) among steps' measured spans of `[rank, action, start, end]`. An action that was interrupted by a
+    wait or by another action has several spans in its step."""
     found: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     for spans in steps:
         whole: defaultdict[tuple[int, str], float] = defaultdict(float)
@@ -100,7 +100,7 @@ def work_end(bars: Sequence[Bar]) -> float:
 
 
 def bubble(bars: Sequence[Bar], ranks: int) -> float:
-    """Idle time over useful time of all ranks, from the first computation to the end of the last."""
+    """Idle time of all ranks divided by their useful time, from the start of the first computation to the end of the last."""
     work = [bar for bar in bars if bar.kind in COMPUTATIONS]
     useful = sum(bar.end - bar.start for bar in work)
     begin = min((bar.start for bar in work), default=0.0)
@@ -108,7 +108,7 @@ def bubble(bars: Sequence[Bar], ranks: int) -> float:
 
 
 def draw(groups: Mapping[str, Sequence[Bar]], ranks: int, *, width: float = 1180) -> str:
-    """Groups of bars (predicted, measured) below each other on one axis of seconds: a row a rank, microbatches as numbers."""
+    """Draw groups of bars (predicted, measured) one below the other on one time axis: a row for each rank, bars labelled by microbatch."""
     bars = [bar for group in groups.values() for bar in group]
     if not bars:
         return picture(width, 60, text(width / 2, 34, "nothing to draw yet", anchor="middle"), "no timeline")
@@ -132,7 +132,7 @@ def draw(groups: Mapping[str, Sequence[Bar]], ranks: int, *, width: float = 1180
 
 
 def _rectangle(bar: Bar, left: float, y: float, scale: float) -> str:
-    """One bar; collectives and messages are thin, at the foot of the row, since they run beside the computations."""
+    """Draw one bar. Collectives and messages are thin bars at the bottom of the row, because they overlap computations."""
     _, fill, ink = FILLS[bar.kind]
     x, wide = left + bar.start * scale, max((bar.end - bar.start) * scale, 0.6)
     beside = bar.kind in ("GATHER", "REDUCE", "OFFLOAD", "FETCH", "MESSAGE")
@@ -151,7 +151,7 @@ def _rectangle(bar: Bar, left: float, y: float, scale: float) -> str:
 
 
 def _frame(bar: Bar, left: float, y: float, scale: float) -> str:
-    """The line around two computations that share an entry."""
+    """Draw a frame around two computations that are overlapped."""
     wide = max(bar.frame * scale - 0.8, 0.6)
     place = f'x="{left + bar.start * scale + 0.4:.2f}" y="{y + 0.6}" width="{wide:.2f}" height="24.8" rx="2"'
     return f'<rect {place} style="fill:none;stroke:var(--ink);stroke-width:1.2"/>'
@@ -176,8 +176,8 @@ def _seconds(end: float, left: float, right: float, y: float) -> str:
 
 
 def chrome_trace(groups: Mapping[str, Timeline | Sequence[Bar]]) -> dict[str, Any]:
-    """Timelines in Chrome's trace format, which Perfetto and chrome://tracing open: a process a group, a thread a rank, microseconds.
-    Messages of a simulated timeline overlap computations, so they have a process of their own."""
+    """Return timelines in Chrome's trace format for Perfetto and chrome://tracing, with a process for each group, a thread for each rank,
+    and times in microseconds. Messages of a simulated timeline overlap computations, so they have a separate process."""
     found: list[dict[str, Any]] = []
     for name, group in groups.items():
         bars = predicted(group) if isinstance(group, Timeline) else list(group)
@@ -195,7 +195,7 @@ def chrome_trace(groups: Mapping[str, Timeline | Sequence[Bar]]) -> dict[str, An
 def _process(
     before: Sequence[Mapping[str, Any]], name: str, rows: Sequence[tuple[int, str, str, float, float]]
 ) -> list[dict[str, Any]]:
-    """A process after those before it, with its ranks' names and events."""
+    """Return the trace events of one more process: the names of its ranks, and their bars."""
     pid = len({event["pid"] for event in before})
     found: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}]
     for rank in sorted({row[0] for row in rows}):

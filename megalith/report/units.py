@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Numbers in human-readable form."""
 
 from math import exp, isfinite, log2
 
@@ -12,7 +12,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def count(value: float | None) -> str:
-    """A number with at most four digits and a thousands letter: 950, 12.3k, 8.03B."""
+    """A number with at most four digits and a letter for the power of a thousand: 950, 12.3k, 8.03B."""
     if value is None or not isfinite(value):
         return NOTHING if value is None else str(value)
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
@@ -33,7 +33,7 @@ def memory(size: float | None) -> str:
 
 
 def memory_unit(most: float) -> tuple[str, float]:
-    """Return the binary unit that suits sizes up to `most`, and its bytes: all ticks of an axis use one unit."""
+    """Return the binary unit that suits sizes up to `most`, and its number of bytes, so that all ticks of an axis use one unit."""
     power = min(int(log2(most) // 10), len(BINARY) - 1) if most >= 1 else 0
     return BINARY[power], 1024.0**power
 
@@ -55,14 +55,14 @@ def duration(seconds: float | None) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Seconds as m:ss or h:mm:ss, for a line that is written over and over."""
+    """Seconds as m:ss or h:mm:ss, for a line that is redrawn repeatedly."""
     whole = round(seconds)
     hours, minutes = whole // 3600, whole % 3600 // 60
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
 
 
 def percent(share: float | None) -> str:
-    """A share of one: 0.3412 is 34.1 %."""
+    """A fraction as a percentage: 0.3412 is 34.1 %."""
     return NOTHING if share is None or not isfinite(share) else f"{share * 100:.1f} %"
 
 
@@ -91,5 +91,5 @@ def _digits(value: float) -> str:
 
 
 def skipped(lines: int) -> str:
-    """Describe how many lines of a log hold no event."""
-    return f"{lines} line{'s' * (lines > 1)} of the log that hold{'s' * (lines == 1)} no event"
+    """Describe the number of lines in a log without an event."""
+    return f"{lines} line{'s' * (lines > 1)} of the log without an event"

@@ -1,4 +1,4 @@
-"""A walk to a first plan, as sentences and tables for a terminal of 80 columns."""
+"""The steps of `megalith plan --guide` to a first plan, as sentences and tables for a terminal of 80 columns."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ GIB = 2**30
 
 
 def pages(found: Walk) -> Iterator[RenderableType]:
-    """Yield the walk: fit, batch, throughput, each a few sentences and a table; the answer last."""
+    """Yield the steps (fit, batch, throughput), each with a few sentences and a table; the best plan is last."""
     yield from map(escape, found.request.notes)
     yield from ("", "[bold]1. Does it fit?[/]", escape(_fit_words(found)), _fit(found))
     first = found.first
@@ -37,7 +37,7 @@ def _fit_words(found: Walk) -> str:
     )
     return (
         f"{plans.amount(found.parameters)} parameters x {a_parameter(request)} = {found.state / GIB:,.0f} GiB of state; {room}. "
-        "Activations, logits and buffers are added to this. "
+        "Activations, logits and buffers need memory in addition. "
         "Each row allows one more technique, and shows the layout that needs the least memory:"
     )
 
@@ -62,8 +62,8 @@ def _batch_words(found: Walk, first: Candidate) -> str:
     each = train.global_batch // data
     return (
         f"{train.global_batch:,} sequences of {train.seq_len:,} tokens are {train.global_batch * train.seq_len:,} tokens a step. "
-        f"{data:,} data rank{'s' * (data > 1)} read {each:,} each, in microbatches one after the other, whose gradients add up: the result "
-        f"is the same, whatever their size. Larger ones compute faster and need more memory (! is too much):"
+        f"{data:,} data rank{'s' * (data > 1)} read {each:,} each, in successive microbatches, whose gradients are added: the result "
+        f"does not depend on their size. Larger ones are faster, but need more memory (! is too much):"
     )
 
 

@@ -1,5 +1,5 @@
-"""Alerts a person to problems of a run, by a command or an address from the run file. Follows the run's log in a separate
-process, like the page, so no rank waits for a reply."""
+"""Alerts a person to problems of a run, by a shell command or an HTTP POST that the run file defines. A separate process follows the run's
+log, like the page, so no rank waits for a delivery."""
 
 import json
 import os
@@ -23,13 +23,13 @@ GONE = 60.0  # seconds that a sign must have been gone before it counts as a new
 COMMAND_SECONDS, POST_SECONDS = 60.0, 10.0  # that a delivery may take
 TRIES = (0.0, 2.0, 10.0)  # seconds waited before each try to post
 LOST = HealthMessage(
-    "bad", "The training command is gone and logged no end: was it killed?", "ended", "no event says how the run ended"
+    "bad", "The training command has ended without logging it: was it killed?", "ended", "the log has no event for the run's end"
 )
 
 
 @dataclass(frozen=True)
 class Alert:
-    """One message. `text` is the whole message in one line, under the name that most chat services read."""
+    """One message. `text` is the whole message in one line; most chat services read this key."""
 
     text: str
     run: str
@@ -48,7 +48,7 @@ class Alerts:
     """The alerts of one run: the current signs, and those already sent."""
 
     def __init__(self, source: Source, rules: AlertsSpec, deliver: Deliver | None = None) -> None:
-        """`deliver`: sends an alert; None: the command and the address of `rules`, each in a thread."""
+        """`deliver` sends an alert; None: by the command and the address of `rules`, each in a thread."""
         self._source, self._rules = source, rules
         source.rules = rules
         self._threads: list[threading.Thread] = []
@@ -58,8 +58,8 @@ class Alerts:
         self._begun: float | None = None  # when it was looked at for the first time
 
     def check(self, now: float) -> list[Alert]:
-        """Send new alerts, and return them. `now`: seconds of a clock that never goes back. Silence counts only once it was watched: the
-        clock of the machine that wrote the log may be behind."""
+        """Send new alerts, and return them. `now`: monotonic seconds. Silence counts only from the first call on, because the clock of the
+        machine that wrote the log may be behind."""
         if self._source.behind:
             return []
         try:
@@ -70,14 +70,14 @@ class Alerts:
                 "unknown",
                 "bad",
                 "",
-                [HealthMessage("bad", f"Its files cannot be read: {error or type(error).__name__}", "silent")],
+                [HealthMessage("bad", f"The run's files cannot be read: {error or type(error).__name__}", "silent")],
             )
         self._begun = now if self._begun is None else self._begun
         says = [message for message in found.says if message.sign != "silent" or now - self._begun >= (found.limit or 0.0)]
         return [alert for message in says if (alert := self._judge(message, found.step, now))]
 
     def lost(self, now: float) -> list[Alert]:
-        """Send an alert that the training command has ended, unless an end was sent, or the log has one."""
+        """Send an alert that the training command has ended without logging it. If the log has an end, do the same as `check`."""
         if self._source.finished is not None:
             return self.check(now)
         return [alert for alert in [self._judge(LOST, self._source.last_step(), now)] if alert]
@@ -120,7 +120,7 @@ def _said(way: Callable[[str, Alert], None], target: str, alert: Alert) -> None:
     try:
         way(target, alert)
     except Exception as error:
-        print(f"alert not sent: {error or type(error).__name__}. It says: {alert.text}", file=sys.stderr, flush=True)
+        print(f"alert not sent: {error or type(error).__name__}. The alert: {alert.text}", file=sys.stderr, flush=True)
 
 
 def run(command: str, alert: Alert) -> None:
@@ -134,14 +134,14 @@ def run(command: str, alert: Alert) -> None:
 
 
 class _Stays(urllib.request.HTTPRedirectHandler):
-    """The address that the user gave, and no other."""
+    """Follows no redirection, so that alerts go only to the address that the user gave."""
 
     def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> None:
         return None
 
 
 def post(target: str, alert: Alert) -> None:
-    """Post the alert as JSON to an address, or to the one that an environment variable holds. Follows no redirection. Raises
+    """Post the alert as JSON to an address, or to the address in the environment variable `target`. Redirections are not followed. Raises
     ValueError for text that is not an address, RuntimeError if no server accepted it."""
     address = address_of(target, os.environ)
     body = json.dumps(asdict(alert)).encode()

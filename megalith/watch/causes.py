@@ -1,4 +1,4 @@
-"""The causes of a step's time, in words: slow ranks, their cost, and changes that may help."""
+"""The causes of long steps, in words: slow ranks, their cost, and changes that may help."""
 
 import time
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ GAIN = 0.02  # share of a step below which nothing is named
 UNEVEN = 1.15  # times the median data rank that the slowest one works, in the median step, if samples are unlike
 STAGE = 1.08  # times the median stage that a stage works
 PART = {"data": 0.05, "saving": 0.03, "communication": 0.25, "other": 0.15, "collecting": 0.02}
-"""Shares of a step from which on waiting for data, saving, communication, unexplained time and garbage collection are named."""
+"""Shares of a step above which waiting for data, saving, communication, unexplained time and garbage collection are reported."""
 COLLECTED = 50  # steps over which garbage collections are counted, at least: a start has many
 REST, LONGEST = 500, 120.0  # a result is kept this many times as long as its search took, and for so many seconds at most
 FABRIC = 1.3  # times the predicted seconds of communication
@@ -42,15 +42,15 @@ class Cause:
 
 
 class CauseReport(NamedTuple):
-    """Causes of lost time, the most expensive first, and answers to the first what-if questions; empty if there is no clear one."""
+    """Causes of lost time, the most expensive first, and answers to the usual what-if questions; both empty if there is no clear cause."""
 
     causes: tuple[Cause, ...] = ()
     without: tuple[WhatIfAnswer, ...] = ()
 
 
 def causes(source: Source) -> CauseReport:
-    """Return the causes of lost time. A result is reused for REST times as long as its computation took, so that a server does not
-    take a core from the training."""
+    """Return the causes of lost time. A result is reused for REST times its computation time, so that a server does not take a core from
+    the training."""
     known = source.causes
     if source.served:  # `refresh` looks for them, in the thread that follows the run: a page must not wait
         return known[2] if known else CauseReport()
@@ -81,8 +81,8 @@ def _find(source: Source) -> CauseReport:
 
 
 def plans(source: Source) -> list[dict[str, Any]]:
-    """Return promising changes of the plan, the largest gain first, each with the time that it should save of a measured step.
-    Predicted terms are scaled by the measured ones. Empty if the planner has no prediction."""
+    """Return promising changes of the plan, the largest gain first, each with the time that it should save in a measured step. Predicted
+    terms are scaled by the measured ones. Empty if the planner has no prediction."""
     predicted = source.predicted or {}
     here, others = predicted.get("time"), predicted.get("others")
     recent = source.recent(["seconds", *{part for parts in TERMS.values() for part in parts}], WINDOW)
@@ -101,9 +101,7 @@ def _of_ranks(steps: WhatIfAnalysis) -> Iterator[Cause]:
         blamed = [(rank, times) for rank, times in slow if nodes[rank] == node]
         if len(here) > 1 and len(blamed) == len(here) and len(set(nodes)) > 1:
             least, most = blamed[-1][1], blamed[0][1]
-            words = (
-                f"All {len(here)} ranks of node {node} are slow: they work {least:.2f} to {most:.2f} times as long as their peers"
-            )
+            words = f"All {len(here)} ranks of node {node} are slow: they work {least:.2f} to {most:.2f} times as long as peers"
             change = "Look at the node's power, cooling and clocks (megalith doctor), or quarantine it."
             yield Cause(
                 "slow node", words, change, share * one.without([r for r, _ in blamed], usual), tuple(r for r, _ in blamed), node
@@ -111,9 +109,11 @@ def _of_ranks(steps: WhatIfAnalysis) -> Iterator[Cause]:
             continue
         for rank, times in blamed[:8]:
             where = f"rank {rank} (stage {seen.pipeline[rank]}, data rank {seen.data[rank]}, node {node})"
-            than = "it did, beside the others" if seen.alone[rank] else "the ranks that do the same"
+            than = "earlier in this run, compared with the other ranks" if seen.alone[rank] else "ranks with the same stage"
             words = f"Slow: {where} works {times:.2f} times as long as {than}"
-            change = "Look at its device (megalith doctor): throttled, shared, or failing. A spare node can take its place."
+            change = (
+                "Check whether its device is throttled, shared or failing (megalith doctor). A spare node can take its place."
+            )
             yield Cause("slow rank", words, change, share * one.without([rank], usual), (rank,), node)
     yield from _of_stages(one, usual, seen, share)
     yield from _of_samples(one, seen, share, {rank for rank, _ in slow})
@@ -135,7 +135,7 @@ def _of_stages(one: Replay, own: NDArray[np.float64], seen: Window, share: float
 
 
 def _of_samples(one: Replay, seen: Window, share: float, slow: set[int]) -> Iterator[Cause]:
-    """Yield a cause if another data rank is the slowest in each step: then their samples differ."""
+    """Yield a cause if the slowest data rank changes from step to step: then the samples differ in cost."""
     if one.plan.data < 2:
         return
     others = np.array([rank for rank in range(seen.own.shape[1]) if rank not in slow])
@@ -148,13 +148,15 @@ def _of_samples(one: Replay, seen: Window, share: float, slow: set[int]) -> Iter
     if np.median(ratios) < UNEVEN or most > 0.6:
         return
     times = f"{np.median(ratios):.2f} times"
-    words = f"Uneven samples: in the median step, the slowest data rank works {times} as long as the median one, another rank each time"
-    change = "Documents differ in length: pack them, keep data.document_mask in mind, or use larger microbatches."
+    words = f"Uneven samples: in the median step, the slowest data rank works {times} as long as the median, and changes from step to step"
+    change = (
+        "Documents differ in length: pack them, or use larger microbatches. With data.document_mask, long documents cost more."
+    )
     yield Cause("uneven samples", words, change, share * (1 - 1 / float(np.median(ratios))))
 
 
 def _of_step(source: Source) -> Iterator[Cause]:
-    """Yield causes from the first rank's own times of its steps, and from the log."""
+    """Yield causes from the times of rank 0's steps, and from the log."""
     names = ["seconds", "data", "communication", "bubble", "other"]
     recent = source.recent(names, WINDOW)
     if len(recent["seconds"]) < ENOUGH:
@@ -162,30 +164,32 @@ def _of_step(source: Source) -> Iterator[Cause]:
     whole = float(np.nanmean(recent["seconds"]))
     shares = {name: float(np.nanmean(recent[name])) / whole for name in names[1:]}
     if shares["data"] > PART["data"]:
-        words = f"Data: a step waits {units.percent(shares['data'])} of its time for samples"
-        yield Cause("data", words, "Put the data on a faster disk, or a copy of it on each node (data.copies).", shares["data"])
+        words = f"Data: ranks wait for samples for {units.percent(shares['data'])} of a step"
+        yield Cause("data", words, "Put the data on a faster disk, or put a copy on each node (data.copies).", shares["data"])
     if shares["other"] > PART["other"]:
         share = units.percent(shares["other"])
-        words = f"Pauses: {share} of a step is outside of the model: garbage collection, other programs, the operating system"
+        words = (
+            f"Pauses: {share} of a step is spent outside of the model: garbage collection, other programs, the operating system"
+        )
         yield Cause(
             "pauses",
             words,
-            "Look for other programs on these machines; the stacks of a slow step show more (--profile).",
+            "Look for other programs on these machines; a trace of slow steps shows more (--profile).",
             shares["other"],
         )
     predicted = (source.predicted or {}).get("time")
     if predicted and predicted["communication"] > 0:
         over = shares["communication"] * whole / predicted["communication"]
         if over > FABRIC:
-            words = f"The fabric: exposed communication takes {over:.1f} times what was predicted"
+            words = f"Slow network: exposed communication takes {over:.1f} times the predicted time"
             gain = shares["communication"] * (1 - 1 / over)
-            yield Cause("slow fabric", words, "Check links and the placement of nodes (megalith doctor).", gain)
+            yield Cause("slow fabric", words, "Check the links (megalith doctor) and the placement of nodes.", gain)
     elif shares["communication"] > PART["communication"]:
-        words = f"Communication that nothing hides is {units.percent(shares['communication'])} of a step"
+        words = f"Exposed communication takes {units.percent(shares['communication'])} of a step"
         yield Cause(
             "communication",
             words,
-            "A plan that sends less, or hides more: `megalith plan` lists them.",
+            "Try a plan that sends less or overlaps more: `megalith plan` lists such plans.",
             shares["communication"] / 2,
         )
     yield from _of_collections(source, whole)
@@ -196,9 +200,7 @@ def _of_collections(source: Source, whole: float) -> Iterator[Cause]:
     counted = [one.collecting / one.since for one in source.spans if one.since >= COLLECTED]
     share = counted[-1] / whole if counted else 0.0
     if share > PART["collecting"]:
-        words = (
-            f"Garbage collection: a rank spends {units.percent(share)} of a step in Python's collector, and others wait for it"
-        )
+        words = f"Garbage collection: a rank spends {units.percent(share)} of a step in Python's collector, while others wait"
         yield Cause(
             "garbage collection",
             words,

@@ -1,4 +1,4 @@
-"""Follows runs for alerts only, until they or the command that started this end."""
+"""Follows runs only to send alerts, until the runs or the parent command end."""
 
 import select
 import sys
@@ -15,7 +15,7 @@ LEAVE = 10.0  # seconds to wait for the log to tell how the run ended, once its 
 
 
 def check(source: Source, alerts: Alerts) -> None:
-    """Read the new part of a run's log, and send its alerts. A file that cannot be read now is read the next time."""
+    """Read the new part of a run's log, and send its alerts. A file that cannot be read now is read at the next call."""
     while source.poll():
         pass
     causes.refresh(source)
@@ -24,8 +24,8 @@ def check(source: Source, alerts: Alerts) -> None:
 
 
 def follow(sources: Sequence[Source], rules: AlertsSpec, *, parent: int | None) -> None:
-    """Send alerts of the runs. `parent`: a file that ends when the training command does; None: until a signal comes or all runs have
-    ended."""
+    """Send alerts of the runs. `parent`: a pipe that the training command closes when it ends; None: continue until a signal comes or all
+    runs have ended."""
     alerts = [Alerts(source, rules) for source in sources]
     pairs = list(zip(sources, alerts, strict=True))
     while True:

@@ -1,4 +1,4 @@
-"""Health of a run at a glance: its activity, its progress, its problems."""
+"""Health of a run: its activity, progress and problems."""
 
 import math
 from dataclasses import dataclass, field
@@ -20,9 +20,9 @@ HEALTHS: tuple[Health, ...] = get_args(Health)
 
 @dataclass
 class RunHealth:
-    """`health` is the worst of `says`, whose worst entry is first. Times are seconds, `age` since the newest event, `step_age` since the
-    newest step. `checkpoint`: steps to the next save. `dollars` and `kilowatt_hours` are of the devices by their catalogue, since the
-    first start; None: not known."""
+    """`health` is the worst level in `says`, whose worst message is first. Times are seconds. `age`: since the newest event; `step_age`:
+    since the newest step; `checkpoint`: steps until the next save. `dollars`, `kilowatt_hours`: of the devices since the first start, by
+    the catalogue's figures; None: unknown."""
 
     state: str
     health: Health
@@ -125,7 +125,7 @@ def _money(found: RunHealth, source: Source) -> None:
 
 
 def _phase(found: RunHealth, source: Source, recent: dict[str, Any]) -> tuple[str, float]:
-    """Return the activity of the ranks, according to the log, and the usual seconds between two events during it."""
+    """Return the activity of the ranks, according to the log, and the usual seconds between events in that activity."""
     each = np.diff(recent["time"])
     between = float(np.median(each)) if len(each) else 1.0
     if found.state != "running":

@@ -1,5 +1,5 @@
-"""Helpers of a training command for watchers: the index of its log, the page's server and the sender of alerts, each a process of
-its own."""
+"""Helpers that a training command starts: the index of its log, and separate processes for the live page, for alerts and for other
+tools."""
 
 import contextlib
 import os
@@ -17,11 +17,11 @@ LEAVE_SECONDS = 2.0  # that the server has to end
 
 
 class WatchHelpers:
-    """The process that follows a run calls this often. No method raises anything: the display must not end the training."""
+    """The helpers of one run; the training command calls `poll` often. No method raises an exception, because a helper must not end the
+    training."""
 
     def __init__(self, run_dir: Path, *, serves: bool, alerts: AlertsSpec | None = None, log: LogSpec | None = None) -> None:
-        """`serves`: start the server, once the run's folder contains the run's description. `alerts`: send these. `log`: tools to
-        feed."""
+        """`serves`: start the server once the run folder contains run.toml. `alerts`: alerts to send. `log`: tools to feed."""
         self._run_dir, self._serves = run_dir, serves
         self._alerts = alerts if alerts is not None and (alerts.run or alerts.post) else None
         self._log = log if log is not None and any(getattr(log, name) for name in SINKS) else None
@@ -33,7 +33,7 @@ class WatchHelpers:
             self._index = index.Index(run_dir, run_dir / index.FOLDER)
 
     def poll(self) -> None:
-        """Read the new part of the log since the last call."""
+        """Index the new part of the log, and start helpers that are not running yet."""
         with contextlib.suppress(Exception):
             if self._index is not None:
                 self._index.poll()
@@ -56,7 +56,8 @@ class WatchHelpers:
         )
 
     def _start_alerts(self, alerts: AlertsSpec) -> "subprocess.Popen[bytes]":
-        """Start the sender of alerts. It outlives this process, to report its end: the end of its input tells it."""
+        """Start the sender of alerts. It outlives this process in order to report this process's end, which it notices by the end of its
+        input."""
         command = [sys.executable, "-m", "megalith.cli", "watch", str(self._run_dir), "--no-page", "--alerts", "-"]
         return _told(command, alerts)
 
@@ -77,7 +78,7 @@ class WatchHelpers:
 
 
 def _told(command: list[str], what: AlertsSpec | LogSpec) -> "subprocess.Popen[bytes]":
-    """Start a process that reads `what` from its input and outlives this process, whose end it notices by the end of its input."""
+    """Start a process that gets `what` on its input. It outlives this process, whose end it notices by the end of the input."""
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
     assert process.stdin is not None
     process.stdin.write(what.model_dump_json().encode() + b"\n")

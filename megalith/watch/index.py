@@ -1,5 +1,5 @@
-"""Index of a run's log, so that a log of ten million steps need not be read: the numbers of steps as a pyramid, all other events in a file
-of their own. The training process keeps it in the run folder; a watcher adds newer lines in a folder of its own."""
+"""Index of a run's log, so that watchers need not read a log of ten million steps: a pyramid of the steps' numbers, and a file with all
+other events. The training process keeps the index in the run folder; a watcher indexes newer lines in a temporary folder."""
 
 import json
 import math
@@ -22,7 +22,7 @@ VALUES = (
     "loss", "grad_norm", "lr", "seconds", "tokens_per_second", "mfu", "tokens_seen", *PARTS, "resident", "peak", "max_load", "entropy",
     "dropped",
 )  # fmt: skip
-"""Numbers of a step that are kept."""
+"""Numbers of a step that the index keeps."""
 
 AT_ONCE = 4 << 20  # bytes of a log that are read in one go
 LONGEST = 64 << 20  # bytes of one line; a longer one is no event
@@ -46,7 +46,7 @@ class Index:
     """
 
     def __init__(self, run_dir: Path, folder: Path, *, begin: int | None = None) -> None:
-        """`begin` None: where the index in `folder` ended."""
+        """`begin`: first byte to read; None: continue where the index in `folder` ends."""
         self._run_dir, self._folder = run_dir, folder
         self.offset = end_of(folder) if begin is None else begin
         self._inode, self._half = 0, 0  # bytes of a line whose end is not written yet
@@ -98,7 +98,7 @@ class Index:
                 self._append(NOTES, b'{"at":%d,"event":%s}' % (self.offset, line))
 
     def _begin(self) -> None:
-        """Begin a new piece: steps go back, or a generation begins."""
+        """Begin a new piece of the pyramid, because steps go back or a generation begins."""
         if self._steps is not None:
             self._steps.close()
         self._make_folder()
@@ -115,7 +115,7 @@ class Index:
             disk.append(self._files[name], line + b"\n")
 
     def _make_folder(self) -> None:
-        """Make the folder, but not a run folder that is away."""
+        """Make the folder, but never the run folder, which may be unavailable."""
         if self._folder.is_relative_to(self._run_dir):
             disk.make_within(self._run_dir, self._folder)
         else:
@@ -131,8 +131,8 @@ class Index:
 
 
 def notes(folder: Path) -> Iterator[tuple[int, Event]]:
-    """Yield the events other than steps, oldest first, each with the byte of the log where it ends; then the holdings of the
-    ranks."""
+    """Yield the events other than steps, oldest first, each with the log offset at which it ends; then the ranks' `Holding` events, with
+    offset 0."""
     for line in disk.lines(folder / NOTES):
         record = disk.parse(line)
         if record is not None and isinstance(record.get("at"), int) and isinstance(record.get("event"), dict):
@@ -146,7 +146,7 @@ def notes(folder: Path) -> Iterator[tuple[int, Event]]:
 
 
 def end_of(folder: Path) -> int:
-    """Return the byte of the log at which an index ends: each event was stored before the next was read."""
+    """Return the offset in the log at which an index ends. An event is stored before the next one is read."""
     newest = pyramid.Reader(folder).newest()
     last = max((at for at, _ in _tail(folder / NOTES)), default=0)
     return max(last, int(newest[2]) if newest else 0)

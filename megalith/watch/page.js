@@ -306,10 +306,10 @@ function build() {
   panels.split = h("div", {}); panels.ratelegend = h("div", {});
   panels.heat = new Heat(); panels.heatwhy = h("div", {class: "muted"}); panels.without = h("div", {class: "without"}); panels.scale = h("span", {class: "scale"});
   panels.causes = h("div", {}); panels.memory = h("div", {}); panels.incidents = h("div", {}); panels.samples = h("div", {}); panels.about = h("div", {}); panels.losslegend = h("div", {});
-  panels.load = new Curves(150, v => v.toFixed(2), {}); panels.experts = card("", "Experts: load of the busiest over the mean, in the least even layer", [], panels.load.canvas);
+  panels.load = new Curves(150, v => v.toFixed(2), {}); panels.experts = card("", "Experts: largest load over the mean, in the least balanced layer", [], panels.load.canvas);
   panels.rounding = new Curves(150, v => v.toPrecision(3), {log: () => state.log}); panels.errors = h("div", {}); panels.precision = card("", "Precision: relative error of gradients compared with wide products", [], panels.rounding.canvas, panels.errors);
-  panels.apart = new Curves(150, v => v.toPrecision(3), {log: () => state.log}); panels.merged = h("div", {}); panels.waits = new Curves(110, v => v ? duration(v) : "0", {zero: true}); panels.waited = h("div", {}); panels.sites = card("", "Sites: how far apart they are when they merge", [], panels.apart.canvas, panels.merged, panels.waits.canvas, panels.waited);
-  panels.samplecard = card("", "Text that it wrote", [], panels.samples);
+  panels.apart = new Curves(150, v => v.toPrecision(3), {log: () => state.log}); panels.merged = h("div", {}); panels.waits = new Curves(110, v => v ? duration(v) : "0", {zero: true}); panels.waited = h("div", {}); panels.sites = card("", "Sites: distance between their weights at each merge", [], panels.apart.canvas, panels.merged, panels.waits.canvas, panels.waited);
+  panels.samplecard = card("", "Text that the model generated", [], panels.samples);
   const rows = h("select", {"aria-label": "what is shown", on: {change: e => { state.row = e.target.value; fetchNow(["rank-heatmap"]); }}}, [["own", "own work"], ["forward", "forward"], ["backward", "backward"], ["communication", "communication"], ["bubble", "waiting"], ["data", "data"], ["optimizer", "optimizer"], ["other", "other"], ["memory", "memory"]].map(([v, w]) => h("option", {value: v}, w)));
   const sorts = h("select", {"aria-label": "order of ranks", on: {change: e => { state.sort = e.target.value; fetchNow(["rank-heatmap"]); }}}, ["rank", "node", "stage", "data", "slowest"].map(v => h("option", {value: v}, "by " + v)));
   PAGE.append(
@@ -326,7 +326,7 @@ function build() {
       card("", "Incidents, and where the time went", [], panels.incidents),
       panels.sites, panels.experts, panels.precision, panels.samplecard,
       card("wide", "The run", [], panels.about)),
-    h("footer", {}, "Click on a rank for what a step would take without it. Drag over a drawing to look at a part of the steps; double-click or ", h("kbd", {}, "r"), " for all of them. ", h("kbd", {}, "l"), " log axes, ", h("kbd", {}, "s"), " smooth, ", h("kbd", {}, "b"), " bits a byte, ", h("kbd", {}, "1"), "–", h("kbd", {}, "9"), " another run."),
+    h("footer", {}, "Click on a rank to see how long a step would take if it were not slow. Drag over a chart to zoom in; double-click or ", h("kbd", {}, "r"), " to zoom out. ", h("kbd", {}, "l"), " log axes, ", h("kbd", {}, "s"), " smooth, ", h("kbd", {}, "b"), " bits a byte, ", h("kbd", {}, "1"), "–", h("kbd", {}, "9"), " another run."),
     tip);
   document.addEventListener("keydown", e => {
     if (e.target.tagName === "SELECT" || e.ctrlKey || e.metaKey || e.altKey) return;
@@ -446,7 +446,7 @@ function fillCauses() {
   const found = now()["what-if"];
   if (!found) return;
   const others = found.without.filter(w => w.what !== "rank" || !found.causes.some(c => c.who.includes(w.which))); // a cause has said it
-  panels.causes.replaceChildren(...(found.causes.length ? found.causes.map(c => h("div", {class: "cause"}, h("span", {class: "gain"}, "−" + percent(c.gain)), h("strong", {}, c.words + "."), h("small", {}, c.change, c.seconds ? " Without it a step would take " + duration(c.seconds) + " less." : ""))) : [h("p", {class: "muted"}, found.why ? "Nothing can be said yet: " + found.why + "." : "Nothing stands out: no rank, stage or node is slower than its peers, and waiting for data, saving and the network is short.")]), ...(others.length ? [h("ul", {class: "withouts"}, others.map(w => h("li", {}, w.words)))] : []), ...(found.plans && found.plans.length ? [h("p", {class: "muted"}, "Other plans, by the planner: " + found.plans.map(p => p.change + " (−" + percent(p.gain) + ")").join("; ") + ".")] : []));
+  panels.causes.replaceChildren(...(found.causes.length ? found.causes.map(c => h("div", {class: "cause"}, h("span", {class: "gain"}, "−" + percent(c.gain)), h("strong", {}, c.words + "."), h("small", {}, c.change, c.seconds ? " Without it a step would take " + duration(c.seconds) + " less." : ""))) : [h("p", {class: "muted"}, found.why ? "No causes are known yet: " + found.why + "." : "Nothing stands out: no rank, stage or node is slower than its peers, and waiting for data, saving and the network is short.")]), ...(others.length ? [h("ul", {class: "withouts"}, others.map(w => h("li", {}, w.words)))] : []), ...(found.plans && found.plans.length ? [h("p", {class: "muted"}, "Plans that the planner expects to be faster: " + found.plans.map(p => p.change + " (−" + percent(p.gain) + ")").join("; ") + ".")] : []));
 }
 
 let questions = 0;
@@ -456,7 +456,7 @@ async function whatIf(row) { // of the row's rank; of its node, stage or data ra
   panels.without.textContent = "…";
   const answer = await fetch("panel/what-if?" + new URLSearchParams({run: state.run, ...question}), {cache: "no-store"}).catch(() => null);
   const found = answer && answer.ok ? await answer.json() : null;
-  if (mine === questions) panels.without.textContent = found && found.without.length ? found.without[0].words : "Nothing can be said yet: too few steps of all ranks are known.";
+  if (mine === questions) panels.without.textContent = found && found.without.length ? found.without[0].words : "No answer yet: too few steps of all ranks are known.";
 }
 
 function fillMemory() {

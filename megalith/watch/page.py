@@ -1,6 +1,5 @@
-"""The live page: one HTML file with its style and script inside, which sends no request to another host.
-
-No text of a run is ever HTML here: the script sets all of it as text. The policy allows this very script and style, by their digests.
+"""The live page: one HTML file that includes its style and script, and sends requests only to its own server. The script inserts all text
+of a run as text, never as HTML. The content security policy allows only this script and style, by their digests.
 """
 
 import base64
@@ -24,19 +23,20 @@ def _digest(name: str) -> str:
 
 
 def policy(*, live: bool) -> str:
-    """Return the page's content security policy: its own script and style, and requests to its own server if it is `live`."""
+    """Return the page's content security policy: it allows only the page's own script and style, and requests to its own server if the page
+    is `live`."""
     own = f"script-src 'sha256-{_digest('page.js')}'; style-src 'sha256-{_digest('page.css')}'"
     asks = "connect-src 'self'; frame-ancestors 'none'; " if live else ""
     return f"default-src 'none'; {own}; {asks}img-src data:; base-uri 'none'; form-action 'none'"
 
 
 def live(names: Sequence[str], data: Sequence[dict[str, Any]], *, acts: bool) -> str:
-    """Return the page for a server: it shows this data at once, and requests more."""
+    """Return the page for a server. It shows `data` at once, and requests more."""
     return _whole(names, {"live": True, "acts": acts, "names": list(names), "data": list(data)})
 
 
 def standing(names: Sequence[str], data: Sequence[dict[str, Any]]) -> str:
-    """Return the page as a file with its data inside."""
+    """Return the page as a self-contained file with its data."""
     meta = f'<meta http-equiv="Content-Security-Policy" content="{escape(policy(live=False))}">'
     return _whole(names, {"live": False, "acts": False, "names": list(names), "data": list(data)}, meta)
 

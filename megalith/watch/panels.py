@@ -1,6 +1,5 @@
-"""The panels of the live page: each a function from a run to JSON-able data, which the page, its JSON address and `watch --json` share.
-
-An argument of a panel is text from an address; invalid text counts as not given.
+"""The panels of the live page. Each is a function that returns JSON-able data of a run, for the page, its JSON address and `watch --json`.
+Arguments of a panel are text from the address; invalid text counts as not given.
 """
 
 import base64
@@ -40,7 +39,7 @@ def whole(asked: Asked, name: str, default: int, *, least: int = 0, most: int = 
 
 
 def plain(values: NDArray) -> list[float | None]:
-    """Return numbers for JSON with six digits; None for a number that is not finite."""
+    """Return numbers for JSON, rounded to six digits; None for a number that is not finite."""
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]
 
 
@@ -66,8 +65,8 @@ def _curves(source: Source, asked: Asked, *names: str) -> dict[str, Any]:
 
 
 def loss(source: Source, asked: Asked) -> dict[str, Any]:
-    """Training loss, gradient norm and learning rate by step; validation loss by domain, in nats and in bits a byte; events by
-    step; the loss by a scaling law."""
+    """Return training loss, gradient norm and learning rate by step; validation loss by domain; tokens a byte of each domain; events by
+    step; the loss that a scaling law expects."""
     found = _curves(source, asked, "loss", "grad_norm", "lr")
     rates = source.tokens_a_byte()
     found["validation"] = [
@@ -100,8 +99,8 @@ def _plan(start: RunStarted) -> Any:
 
 
 def speed(source: Source, asked: Asked) -> dict[str, Any]:
-    """Return tokens a second, MFU, and the seconds of a step by use on the first rank, measured and predicted. `saving`, the pause of
-    training for checkpoints, is spread over all steps and comes on top of them. `expected`: predicted tokens a second and MFU."""
+    """Return tokens a second, MFU, and the seconds of a step by use on rank 0, measured and predicted. `saving`: pauses of training for
+    checkpoints, averaged over all steps and not part of their seconds. `expected`: predicted tokens a second and MFU."""
     found = _curves(source, asked, "tokens_per_second", "mfu", "seconds", *PARTS)
     recent = source.recent(["seconds", *PARTS], 50)
     measured = {name: float(np.nanmean(recent[name])) for name in ("seconds", *PARTS)} if len(recent["step"]) else None
@@ -111,42 +110,39 @@ def speed(source: Source, asked: Asked) -> dict[str, Any]:
 
 
 TERMS: Mapping[str, tuple[str, ...]] = {**gains.TERMS, "data": ("data",), "other": ("other",)}
-"""Term of a prediction -> parts of a step in the log. Waiting for data is separate."""
+"""Term of a prediction -> parts of a step in the log. Predictions have no terms "data" and "other"."""
 
 HIDDEN = {"data": 0.0, "saving": 0.0}
-"""Terms that predictions assume to be hidden behind computation."""
+"""Terms that predictions assume to be overlapped with computation."""
 
 
 def terms(measured: Mapping[str, float]) -> dict[str, float]:
-    """Return a measured step by the terms of a prediction."""
+    """Return the seconds of a measured step by the terms of a prediction."""
     return {"step": measured["seconds"], **{name: sum(measured[part] for part in parts) for name, parts in TERMS.items()}}
 
 
 def predicted_time(source: Source) -> dict[str, float] | None:
-    """Return the planner's seconds of a step by term; None where it has none."""
+    """Return the predicted seconds of a step by term; None without a prediction."""
     found = (source.predicted or {}).get("time")
     return found and found | HIDDEN
 
 
 def _why(source: Source) -> str:
-    return "the planner has not answered yet" if source.predicted is None else str(source.predicted.get("why", ""))
+    return "the prediction is not ready yet" if source.predicted is None else str(source.predicted.get("why", ""))
 
 
 def rank_heatmap(source: Source, asked: Asked) -> dict[str, Any]:
-    """Return each rank's seconds of a kind, step by step: codes of `control.times`, rows of ranks by columns of steps, in base 64.
+    """Return each rank's seconds of a kind, step by step: codes of `control.times` in base 64, with ranks as rows and steps as columns.
 
-    Arguments: `row` (a kind of seconds, or "memory"), `sort` (rank, node, stage, data, slowest), `against` (stage: over the
-    median of the ranks
-    with the same part of the model; all), `from`, `to`, `columns`, `rows`.
+    Arguments: `row` (a kind of seconds, or "memory"), `sort` (rank, node, stage, data, slowest), `against` (stage: relative to the median
+    of ranks with the same stage; all: absolute), `from`, `to`, `columns`, `rows`.
     """
     row = asked.get("row", "own")
     row = row if row in times.ROWS else "own"
     columns = whole(asked, "columns", COLUMNS, least=1, most=COLUMNS)
     view, world = source.ranks(row, first=whole(asked, "from", 0), last=whole(asked, "to", 2**53), most=columns)
     if not len(view):
-        words = (
-            "No rank has reported its seconds: the run was made by an earlier version, or its ranks were not started by megalith."
-        )
+        words = "No rank has reported its seconds: an earlier version trained the run, or megalith did not start its ranks."
         return {"ranks": 0, "why": words}
     places = source.places() if world == source.world else {}
     codes = view.high  # of a record of several steps, the slowest
@@ -174,7 +170,7 @@ def rank_heatmap(source: Source, asked: Asked) -> dict[str, Any]:
 
 
 def _against(codes: NDArray[np.uint8], stage: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """Return the codes relative to the (lower) median of ranks with the same stage: a difference of logarithms."""
+    """Return codes relative to the (lower) median of ranks with the same stage. Codes are logarithms, so the ratio is a difference."""
     one = 1 + round(-math.log2(times.MINIMUM) * times.CODES / times.OCTAVES)  # the code of "as long as the median"
     found = codes.astype(np.int16)
     for place in np.unique(stage):
@@ -203,7 +199,7 @@ def _late(codes: NDArray[np.uint8]) -> NDArray[np.float64]:
 
 
 def _grouped(cells: NDArray[np.uint8], rows: int) -> tuple[NDArray[np.uint8], list[tuple[int, int]]]:
-    """Return at most `rows` rows. A row of several ranks shows the slowest of them."""
+    """Combine ranks into at most `rows` rows. A row of several ranks shows the slowest one."""
     size = -(-len(cells) // rows)
     starts = np.arange(0, len(cells), size)
     ends = [*starts[1:].tolist(), len(cells)]
@@ -216,10 +212,10 @@ def _place(ranks: NDArray[np.int64], places: Mapping[str, NDArray[np.int64]]) ->
 
 
 def what_if(source: Source, asked: Asked) -> dict[str, Any]:
-    """Explain long steps: the slow rank, the cost and the remedy, the most expensive first; the best changes of the plan; `without`: what
-    a step would take if the slowest rank, node, data rank, stage, or a kind of computation, were as fast as the median.
+    """Explain long steps. `causes`: each with its cost and remedy, the most expensive first; `plans`: promising changes of the plan;
+    `without`: the duration of a step if the slowest rank, node, data rank, stage, or a kind of computation, were as fast as the median.
 
-    One of the arguments `rank`, `node`, `data`, `stage` and `kind` asks this about another one.
+    One of the arguments `rank`, `node`, `data`, `stage` and `kind` asks for another one in `without`.
     """
     seconds = source.recent(["seconds"], WINDOW)["seconds"]
     step = float(np.nanmedian(seconds)) if len(seconds) else None
@@ -249,8 +245,8 @@ def _seconds(gain: float, step: float | None) -> dict[str, float | None]:
 
 
 def memory(source: Source, asked: Asked) -> dict[str, Any]:
-    """Return the bytes at the peak of each rank (with many ranks, of each stage's worst rank), by category of its state; predictions
-    for each stage."""
+    """Return the peak memory of each rank (with many ranks, of each stage's worst rank), its state by category, and predictions for each
+    stage."""
     stages = source.places().get("pipeline", np.zeros(0, dtype=np.int64))
     peaks, held = _peaks(source), source.holdings
     rows = [
@@ -271,7 +267,7 @@ def memory(source: Source, asked: Asked) -> dict[str, Any]:
 
 
 def _peaks(source: Source) -> NDArray[np.float64]:
-    """Bytes of each rank at the peak of its newest step; NaN where unknown."""
+    """Peak bytes of each rank in its newest step; NaN if unknown."""
     span = source.times_span()
     if span is not None:
         view, world = source.ranks("memory", first=span[1], most=1)
@@ -281,7 +277,7 @@ def _peaks(source: Source) -> NDArray[np.float64]:
 
 
 def _shown(peaks: NDArray[np.float64], held: Mapping[int, Holding], stages: NDArray[np.int64]) -> list[int]:
-    """Ranks whose memory is known; of many, each stage's worst rank."""
+    """Ranks whose memory is known; if they are more than SHOWN, only each stage's worst rank."""
     size = np.full(max([len(peaks), *(rank + 1 for rank in held)]), np.nan)
     for rank, one in held.items():
         size[rank] = one.weight_bytes + one.gradient_bytes + one.optimizer_bytes
@@ -300,13 +296,14 @@ def _device(source: Source) -> str:
 
 
 def experts(source: Source, asked: Asked) -> dict[str, Any]:
-    """The load of the busiest expert over the mean, the evenness of the loads and the share of choices dropped, in the worst layer."""
+    """Return the busiest expert's load over the mean, the entropy of the loads (1: even) and the share of dropped tokens, in the worst
+    layer."""
     return _curves(source, asked, "max_load", "entropy", "dropped")
 
 
 def precision(source: Source, asked: Asked) -> dict[str, Any]:
-    """Return by step the relative error of each part's gradient, compared with that of wide products (None if it is not
-    finite), and `precision.auto`. The newest comparison of a step counts. The parts are those of the last one."""
+    """Return, by step, the relative error of each part's gradient compared with products in the wide format (None: not finite), and
+    `precision.auto`. If a step was compared repeatedly, the newest comparison counts. The parts are those of the newest comparison."""
     newest = {one.step: one for one in source.watched}
     looks = [newest[step] for step in sorted(newest)][-POINTS:]
     errors = {part: [one.errors.get(part) for one in looks] for part in (looks[-1].errors if looks else ())}
@@ -336,7 +333,7 @@ def sites(source: Source, asked: Asked) -> dict[str, Any]:
 
 
 def incidents(source: Source, asked: Asked) -> dict[str, Any]:
-    """Return incidents, decisions and their cost; warnings and errors; nodes that are out, and spares."""
+    """Return incidents with decisions and cost; warnings and errors; the use of time; quarantined nodes and spares."""
     rows = []
     for one in list(source.incidents)[-SHOWN:]:
         end = source.recoveries.get(one.incident)
@@ -372,7 +369,7 @@ def samples(source: Source, asked: Asked) -> dict[str, Any]:
 
 
 def run(source: Source, asked: Asked) -> dict[str, Any]:
-    """Describe the run: name, folder, origin, model, machine, plan, versions, every value of the description and its source."""
+    """Describe the run: name, folder, origin, model size, devices, plan, versions, and every value of the specification."""
     start, plan = source.start, source.plan
     return {
         "name": source.name,
@@ -408,7 +405,7 @@ PANELS: dict[str, Callable[[Source, Asked], dict[str, Any]]] = {
     "samples": samples,
     "run": run,
 }
-"""Name in `--json` and in the page's address -> function for its data."""
+"""Name of a panel (for `--json` and the page's address) -> function that returns its data."""
 
 
 def panel(source: Source, name: str, asked: Asked | None = None) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""The planner's prediction for a run, computed in a process of its own: tracing a part needs torch and seconds, which would block
-a server. `python -m megalith.watch.predict RUN_DIR PHASE` prints it as one JSON object."""
+"""The planner's prediction for a run, computed in a separate process, because tracing a model needs torch and takes seconds. `python -m
+megalith.watch.predict RUN_DIR PHASE` prints the prediction as one JSON object."""
 
 import json
 import subprocess
@@ -22,9 +22,9 @@ LIMIT = 300.0  # seconds that a prediction may take
 
 
 def predicted(spec: RunSpec) -> dict[str, Any]:
-    """Return the seconds that a step of a run should take, by term, also under `others`, plans that differ in one choice; the bytes of a
-    rank of each pipeline place, by category; watts and dollars an hour of a device. Figures that cannot be predicted are None;
-    `why` has the reason."""
+    """Return predictions for a run: seconds of a step by term, also under `others`, plans that differ in one choice; bytes of the first
+    rank of each pipeline rank, by category; watts and dollars an hour of a device. Figures that cannot be predicted are None; `why` has the
+    reason."""
     found: dict[str, Any] = {"time": None, "mfu": None, "tokens_per_second": None, "memory": None, "why": ""}
     accelerator = None
     if spec.cluster != "local":
@@ -32,7 +32,7 @@ def predicted(spec: RunSpec) -> dict[str, Any]:
         accelerator = cluster.accelerator
         found |= {"price_per_hour": cluster.price_per_hour, "watts": accelerator.power, "limit": accelerator.memory}
     if accelerator is None or not accelerator.peak:
-        found["why"] = "no peak or bandwidth of this device is in the catalogue, so the seconds of a step are not predicted"
+        found["why"] = "the catalogue has no peak FLOP/s for this device, so the seconds of a step are not predicted"
     else:
         _of_time(spec, found)
     _of_memory(spec, found)
@@ -71,20 +71,20 @@ def _of_memory(spec: RunSpec, found: dict[str, Any]) -> None:
 
 
 def ask(run_dir: Path, plan: Plan | None = None, phase: int = 0) -> dict[str, Any]:
-    """Return `predicted` of the run in a folder in one of its phases, from a process of its own; only `why` if that fails. `plan`:
-    another plan to predict."""
+    """Return `predicted` for one phase of the run in a folder, computed in a separate process; only `why` if that fails. `plan`: a plan to
+    use instead of the run's."""
     more = [str(phase), *([] if plan is None else [plan.model_dump_json()])]
     command = [sys.executable, "-m", "megalith.watch.predict", str(run_dir), *more]
     try:
         done = subprocess.run(command, capture_output=True, timeout=LIMIT, check=True, stdin=subprocess.DEVNULL)
         found = json.loads(done.stdout)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        return {"why": f"the planner gave no answer ({type(error).__name__})"}
+        return {"why": f"the prediction failed ({type(error).__name__})"}
     return found
 
 
 def main() -> None:
-    """Print the prediction of the run in the folder that is the first argument, in the phase whose number is the second."""
+    """Print the prediction for a run as JSON. Arguments: run folder, number of the phase and, optionally, another plan as JSON."""
     try:
         spec = RunSpec.model_validate_json((Path(sys.argv[1]) / SPEC_FILE).read_text(encoding="utf-8"))
     except ValidationError as error:

@@ -1,8 +1,8 @@
-"""A scaling law fitted to loss curves: how the loss falls with parameters and tokens, and the expected end of a run's own curve.
+"""A scaling law fitted to loss curves: the loss as a function of parameters and tokens, to predict the final loss of a run.
 
 L(N, D) = E + A / N^a + B / D^b (Hoffmann et al. 2022, arXiv:2203.15556, approach 3). The law is linear in E, A and B, so only the exponents
-are searched. Such a law treats a loss in the middle of a run like the loss of a run that ends there. If the learning rate decays
-at the end, the real end is lower than the law predicts.
+are searched. The law treats a loss in the middle of a run like the final loss of a shorter run. If the learning rate decays at the end, the
+real final loss is lower than the law predicts.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,8 +28,8 @@ SIZES = 3  # numbers of parameters that runs must have for a law to hold for oth
 
 @dataclass(frozen=True)
 class ScalingLaw:
-    """E, A, a, B and b of the module's formula, N and D in units of `size` parameters and `tokens`. `runs`: the number of fitted
-    curves."""
+    """Coefficients E, A, a, B, b of the module's formula, in this order; N is in units of `size` parameters, D in units of `tokens`.
+    `runs`: the number of fitted curves."""
 
     floor: float
     by_size: float
@@ -40,7 +40,7 @@ class ScalingLaw:
     tokens: float
     runs: int
     sizes: int
-    """Numbers of parameters among them."""
+    """Number of different model sizes among the fitted curves."""
 
     def holds_for(self, parameters: float) -> bool:
         """True if the law covers a model with this number of parameters."""
@@ -57,7 +57,7 @@ class ScalingLaw:
 
 @dataclass(frozen=True)
 class LossCurve:
-    """Loss of a run by tokens. `steps`: the number of steps in each mean."""
+    """Loss of a run by tokens, averaged over ranges of steps. `steps`: the number of steps in each average."""
 
     parameters: float
     tokens: Floats
@@ -66,7 +66,7 @@ class LossCurve:
 
 
 def curve_of(source: Source) -> LossCurve | None:
-    """Return a run's training loss, thinned; None while there are too few steps."""
+    """Return a run's training loss, averaged over ranges of steps; None while there are too few steps."""
     view = source.steps(["loss", "tokens_seen"])
     if source.start is None or not len(view):
         return None
@@ -84,13 +84,13 @@ def curve_of(source: Source) -> LossCurve | None:
 
 
 def fit(curves: Sequence[LossCurve]) -> ScalingLaw:
-    """Fit a law to curves, by least squares of relative errors. Curves of one size have no term for the size. Raises ValueError
-    if the curves have two sizes, which do not determine a third.
+    """Fit a law to curves, by least squares of relative errors. If all curves are of one model size, the law has no term for the size.
+    Raises ValueError for two sizes, which do not determine this term.
     """
     sizes = {curve.parameters for curve in curves}
     if len(sizes) not in (1, *range(SIZES, len(curves) + 1)):
         raise ValueError(
-            f"a scaling law needs runs of one size, or of {SIZES} sizes or more; these have {len(sizes)}: "
+            f"a scaling law needs runs of one size, or of {SIZES} sizes or more; these runs have {len(sizes)}: "
             + ", ".join(f"{size:,.0f} parameters" for size in sorted(sizes))
         )
     size, tokens = max(sizes), max(curve.tokens.max() for curve in curves)
@@ -109,7 +109,7 @@ def fit(curves: Sequence[LossCurve]) -> ScalingLaw:
 
 
 def _search(error: Callable[[float, float], float], *, sized: bool) -> tuple[float, float]:
-    """The exponents with the least error: on a grid, then on finer ones around the best."""
+    """Return the exponents with the least error, by a search on a grid, then on finer grids around the best point."""
     low, high = EXPONENTS
     grid = np.linspace(low, high, GRID)
     step = grid[1] - grid[0]
@@ -123,7 +123,7 @@ def _search(error: Callable[[float, float], float], *, sized: bool) -> tuple[flo
 
 
 def _least_squares(columns: Floats, wanted: Floats) -> tuple[float, Floats]:
-    """Return the error and the non-negative coefficients of the best fit of the columns to `wanted`."""
+    """Return the squared error and the coefficients of the best non-negative fit of the columns to `wanted`."""
     number, best = columns.shape[1], (np.inf, np.zeros(columns.shape[1]))
     for kept in (kept for size in range(number, 0, -1) for kept in combinations(range(number), size)):
         found = np.zeros(number)
@@ -136,10 +136,10 @@ def _least_squares(columns: Floats, wanted: Floats) -> tuple[float, Floats]:
 
 
 def of_runs(sources: Iterable[Source]) -> ScalingLaw:
-    """Fit a law to the losses of other runs. Raises ValueError if one is too short, or as `fit` does."""
+    """Fit a law to the losses of other runs. Raises ValueError if a run is too short, or as `fit` does."""
     curves = list(_curves(sources))
     if not curves:
-        raise ValueError("a scaling law needs runs to be fitted to")
+        raise ValueError("a scaling law needs at least one run to be fitted to")
     return fit(curves)
 
 
@@ -153,7 +153,7 @@ def _curves(sources: Iterable[Source]) -> Iterator[LossCurve]:
 
 
 def _of_itself(source: Source, curve: LossCurve, step: int) -> ScalingLaw:
-    """Return the law of a run's own curve. It is fitted again when the run has 1 % more steps, to save processor time."""
+    """Return the law fitted to a run's own curve. To save CPU time, it is fitted again only when the run has 1 % more steps."""
     known = source.own_law
     if known is None or not known[0] <= step < 1.01 * known[0] + 1:
         known = source.own_law = step, fit([curve])
@@ -161,8 +161,8 @@ def _of_itself(source: Source, curve: LossCurve, step: int) -> ScalingLaw:
 
 
 def drawn(source: Source) -> dict[str, Any] | None:
-    """Return the law's losses for a run, from its newest steps to its end: by `source.law`, else by the law of its own curve.
-    `off`: the newest losses divided by the law's, minus 1. None if there is no law yet.
+    """Return the losses that a law expects over the whole run: `source.law`, else the law of the run's own curve. `off`: relative deviation
+    of the newest loss from the law. None if there is no law yet.
     """
     curve, total, step = curve_of(source), source.setting("train", "steps"), source.last_step()
     if curve is None or not total or not step:

@@ -1,7 +1,6 @@
-"""Serves the live page to browsers of this machine: standard library, 127.0.0.1, a token in the address, and access to nothing
-else. Others may have accounts on the machine, and any page in a browser may send requests to 127.0.0.1. So each request needs the
-token and this very host in its head. A request must arrive within HEAD_SECONDS, and its reply must be read within SEND_SECONDS.
-At most CONNECTIONS are open.
+"""Serves the live page to browsers on this machine, at 127.0.0.1 with a token in the address. Uses only the standard library. Other users
+of the machine, and any page in a browser, may send requests to 127.0.0.1. So each request needs the token and the right Host header. A
+request must arrive within HEAD_SECONDS, and the client must read its reply within SEND_SECONDS. At most CONNECTIONS are open.
 """
 
 import contextlib
@@ -38,19 +37,19 @@ STANDS, FRESH = 60.0, {"alive": 5.0}  # most seconds that an answer is kept, for
 KEPT = 64  # answers that are kept
 
 FIRST = ("alive", "loss", "speed", "rank-heatmap")
-"""Panels whose data come with the page, so that it can be painted at once."""
+"""Panels whose data are included in the page, so that it can be drawn at once."""
 
 TYPES = {"json": "application/json", "html": "text/html; charset=utf-8", "stream": "text/event-stream", "text": "text/plain"}
 _PHRASES = {200: "OK", 202: "Accepted", 400: "Bad Request", 403: "Forbidden", 404: "Not Found", 405: "Method Not Allowed",
             408: "Request Timeout", 413: "Content Too Large", 500: "Internal Server Error", 503: "Service Unavailable"}  # fmt: skip
 
 Order = Callable[[Source, Mapping[str, Any]], str]
-"""Carries out an order of a page for a run, and describes the result. Raises ValueError for an unknown order."""
+"""A function that carries out an order from the page for a run, and describes the result. Raises ValueError for an unknown order."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """The part of a request that this server reads."""
+    """The parts of an HTTP request that this server reads."""
 
     method: str
     path: str
@@ -66,14 +65,13 @@ class _Refused(Exception):  # noqa: N818  # it is an answer
 
 
 class Server:
-    """The page of some runs. Everyone who has its `address` may read the page. Threads are daemons: they end with the process."""
+    """Server of one page for some runs. Everyone who has `address` may read the page. Threads are daemons, so they end with the process."""
 
     def __init__(
         self, sources: Sequence[Source], *, port: int = 0, order: Order | None = None, rules: AlertsSpec | None = None
     ) -> None:
-        """`order`: carries out orders from pages that also have the second token; None: no orders are accepted. `rules`: the
-        alerts. Raises
-        OSError if the port is taken."""
+        """`order`: carries out orders from pages that have the second token too; None: the server accepts no orders. `rules`: the alerts.
+        Raises OSError if the port is taken."""
         self.sources, self._order = sources, order
         self._alerts = [] if rules is None else [Alerts(source, rules) for source in sources]
         for source in sources:
@@ -99,12 +97,12 @@ class Server:
         return f"{self.address}#act={self.second}"
 
     def start(self) -> None:
-        """Serve and follow, in threads."""
+        """Start threads that serve the page and follow the runs."""
         threading.Thread(target=self._accept, daemon=True).start()
         self._following.start()
 
     def close(self) -> None:
-        """End the server and its threads. Its sources may be closed then."""
+        """End the server and its threads. Afterwards its sources may be closed."""
         self._done.set()
         with self._news:
             self._news.notify_all()
@@ -129,7 +127,7 @@ class Server:
                 self._done.wait(POLL_SECONDS)
 
     def _alert(self) -> None:
-        """Send new alerts, if it is time."""
+        """Send new alerts if enough time has passed since the last check."""
         if not self._alerts or time.monotonic() < self._looked + ALERT_SECONDS:
             return
         self._looked = time.monotonic()
@@ -138,7 +136,8 @@ class Server:
                 print(f"alert: {alert.text}", file=sys.stderr, flush=True)
 
     def _look_for_causes(self, source: Source) -> bool:
-        """True if the causes of long steps are new. Only this thread changes a source, so it needs no lock to read one."""
+        """Search for the causes of long steps; return True if they have changed. Only this thread changes a source, so it reads the source
+        without a lock."""
         before = source.causes
         try:
             causes.refresh(source)
@@ -215,8 +214,8 @@ class Server:
         _send(connection, _head(200, "json", len(whole), more=(f"X-Megalith-Stands: {stands:.1f}",)) + whole)
 
     def _panel_data(self, source: Source, name: str, asked: Mapping[str, str]) -> tuple[bytes, float]:
-        """Return the data of a panel as JSON, and the seconds for which they are valid. They are valid for so long that computing them
-        takes at most SHARE of a core."""
+        """Return the data of a panel as JSON, and the seconds for which they are reused. This time is long enough that computing them takes
+        at most SHARE of a core."""
         key = (name, *(f"{one}={asked[one]}" for one in sorted(asked)))
         kept = self._answers.get(key)
         if kept is not None and time.monotonic() < kept[0]:
@@ -264,7 +263,7 @@ class Server:
 
 
 def _read(connection: socket.socket) -> Request:
-    """Read a request. Raises _Refused for one that is too slow, too long, or not valid."""
+    """Read a request. Raises _Refused if it is too slow, too long or invalid."""
     end, read = time.monotonic() + HEAD_SECONDS, b""
     while b"\r\n\r\n" not in read:
         read += _receive(connection, end)
@@ -304,7 +303,7 @@ def _receive(connection: socket.socket, end: float) -> bytes:
 
 
 def _send(connection: socket.socket, whole: bytes) -> None:
-    """Send all within SEND_SECONDS, even to a slow reader. Raises OSError."""
+    """Send all data, or raise an error after SEND_SECONDS. Raises OSError."""
     end, rest = time.monotonic() + SEND_SECONDS, memoryview(whole)
     while rest:
         left = end - time.monotonic()
@@ -331,6 +330,6 @@ def _head(
 
 
 def write(sources: Sequence[Source], path: Path) -> None:
-    """Write the current page of some runs as a single file that refers to no other."""
+    """Write the current page of some runs as one self-contained file."""
     data = [{name: panels.panel(source, name) for name in panels.PANELS} for source in sources]
     disk.write_whole(path, page.standing([source.title for source in sources], data))

@@ -1,4 +1,4 @@
-"""Signs of trouble in a run, in words, each with its likely cause: for the card of the live page and for alerts."""
+"""Signs of trouble in a run, in words, each with its likely cause, for the live page and for alerts."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -29,7 +29,7 @@ Recent = dict[str, Any]
 
 
 class HealthMessage(NamedTuple):
-    """A sentence about a run. `sign`: its name in alerts; empty if no alert is sent. `cause`: the likely cause, if known."""
+    """A sentence about a run. `sign`: the name of the sign in alerts; empty if no alert is sent. `cause`: the likely cause, if known."""
 
     level: Health
     words: str
@@ -40,7 +40,7 @@ class HealthMessage(NamedTuple):
 ENDED = {
     "running": "The run is well.",
     "finished": "The run has finished.",
-    "stopped": "The run was stopped in order; the same command resumes the run.",
+    "stopped": "The run was stopped and has saved its state; the same command resumes it.",
 }
 
 
@@ -52,7 +52,7 @@ def judge(found: "RunHealth", source: Source, recent: Recent) -> list[HealthMess
         says += [*_of_memory(found, source), *_of_disk(source)]
         late = [one for one in source.problems if isinstance(one, Skipped) and one.step > found.step - 100]
         if late:
-            says.append(HealthMessage("warn", f"{len(late)} of the last 100 updates were left out: {late[-1].reason}"))
+            says.append(HealthMessage("warn", f"{len(late)} of the last 100 updates were skipped: {late[-1].reason}"))
     return says or [HealthMessage("good", ENDED.get(found.state, found.state), "finished" if found.state == "finished" else "")]
 
 
@@ -70,7 +70,7 @@ def _of_the_end(found: "RunHealth", source: Source) -> Iterator[HealthMessage]:
 def _of_silence(found: "RunHealth", source: Source) -> Iterator[HealthMessage]:
     if found.state != "running" or found.age is None or found.limit is None or found.age <= found.limit:
         return
-    words = f"Silent for {units.duration(found.age)}: nothing was logged, and {units.duration(found.limit)} is long for this run."
+    words = f"Silent for {units.duration(found.age)}: nothing was logged for longer than this run's limit of {units.duration(found.limit)}."
     cause = f"last seen {found.phase}"
     if found.phase == "recovering":
         cause += f" from incident {source.incidents[-1].incident}: {source.incidents[-1].reason.partition(chr(10))[0]}"
@@ -78,18 +78,18 @@ def _of_silence(found: "RunHealth", source: Source) -> Iterator[HealthMessage]:
 
 
 def _of_loss(found: "RunHealth", source: Source, recent: Recent) -> Iterator[HealthMessage]:
-    """Compare the newest loss with earlier ones of this generation. The run's own checks know more about a cause."""
+    """Compare the newest loss with earlier ones of this generation. If the run itself has logged a spike, its causes are used."""
     loss, number = recent["loss"], len(recent["loss"])
     spike = next((one for one in reversed(source.problems) if isinstance(one, Spike)), None)
     near = spike is not None and found.step is not None and spike.step > found.step - 10
-    cause = spike.words if spike is not None and near else "the run's own watch over the loss has reported none"
+    cause = spike.words if spike is not None and near else "the run's own spike detection has logged none"
     if number and not math.isfinite(loss[-1]):
         yield HealthMessage("bad", f"The loss of step {found.step} is not finite.", "loss", cause)
     elif number > LATER:
         middle = float(np.nanmedian(loss[-100:-1]))
         spread = 1.4826 * float(np.nanmedian(np.abs(loss[-100:-1] - middle)))
         if loss[-1] > middle + max(SPIKE * spread, 0.05 * abs(middle)):
-            yield HealthMessage("warn", f"The loss spikes: {loss[-1]:.4f}, where {middle:.4f} is usual.", "loss", cause)
+            yield HealthMessage("warn", f"The loss spikes: {loss[-1]:.4f}, but {middle:.4f} is usual.", "loss", cause)
 
 
 def _of_pace(found: "RunHealth", source: Source, recent: Recent) -> Iterator[HealthMessage]:
@@ -102,20 +102,20 @@ def _of_pace(found: "RunHealth", source: Source, recent: Recent) -> Iterator[Hea
     if number > 2 * LATER:
         usual, now = float(np.nanmedian(rate[LATER:])), float(np.nanmedian(rate[-NOW:]))
         if now < source.alerts.slower * usual:
-            words = f"Slower than usual: {units.count(now)} tokens/s, where {units.count(usual)} is usual."
+            words = f"Slower than usual: {units.count(now)} tokens/s, but {units.count(usual)} is usual."
             yield HealthMessage("warn", words, "slow", cause or _grown(newest, _terms(recent, slice(LATER, -NOW)), "is usual"))
     if found.predicted and found.seconds and number > LATER and found.seconds > source.alerts.predicted * found.predicted:
-        times_longer = f"{found.seconds / found.predicted:.2f} times what was predicted"
+        times_longer = f"{found.seconds / found.predicted:.2f} times the predicted time"
         grown = _grown(newest, (source.predicted or {})["time"], "was predicted")
         yield HealthMessage("warn", f"A step takes {units.duration(found.seconds)}, {times_longer}.", "slow", cause or grown)
     for one in known:
         if one.kind in ("slow rank", "slow node"):
-            words = f"{one.words}. Without it a step would take {units.percent(one.gain)} less."
+            words = f"{one.words}. Without this, a step would take {units.percent(one.gain)} less time."
             yield HealthMessage("warn", words, "slow", one.change)
 
 
 def _terms(recent: Recent, at: slice) -> dict[str, float]:
-    """Return the seconds of a step by the terms of a prediction, in the median of some steps."""
+    """Return the median seconds of some steps, by the terms of a prediction."""
     return {name: sum(float(np.nanmedian(recent[part][at])) for part in parts) for name, parts in TERMS.items()}
 
 
@@ -125,7 +125,7 @@ def _grown(now: Mapping[str, float], before: Mapping[str, float], how: str) -> s
     if now[term] - before.get(term, 0.0) < MINIMUM * sum(now.values()):
         return "no part of a step has grown"
     earlier = units.duration(before[term]) if before.get(term) else "none"
-    return f"{term} takes {units.duration(now[term])} of a step, where {earlier} {how}"
+    return f"{term} takes {units.duration(now[term])} of a step, but {earlier} {how}"
 
 
 def _of_experts(found: "RunHealth", source: Source, recent: Recent) -> Iterator[HealthMessage]:
@@ -140,7 +140,7 @@ def _of_experts(found: "RunHealth", source: Source, recent: Recent) -> Iterator[
 
 
 def _of_memory(found: "RunHealth", source: Source) -> Iterator[HealthMessage]:
-    """Compare the memory of the worst rank at the newest step with that of its device."""
+    """Compare the worst rank's peak memory in the newest step with the device's memory."""
     limit = (source.predicted or {}).get("limit")
     span = source.times_span()
     if found.state != "running" or not limit or span is None:
@@ -163,5 +163,5 @@ def _of_disk(source: Source) -> Iterator[HealthMessage]:
     if free is None or not source.checkpoints or free >= source.alerts.disk * source.checkpoints[-1].bytes:
         return
     size = units.memory(source.checkpoints[-1].bytes)
-    words = f"The disk has {units.memory(free)} left, less than {source.alerts.disk:g} checkpoints take."
+    words = f"The disk has {units.memory(free)} left, less than {source.alerts.disk:g} checkpoints need."
     yield HealthMessage("bad", words, "disk", f"a checkpoint takes {size}")

@@ -1,8 +1,8 @@
-"""Sends a run's numbers to other tools (keys of `[log]`). Follows the run's log in a process of its own.
+"""Sends a run's numbers to other tools (keys of `[log]`), from a separate process that follows the run's log.
 
-One run folder is one run in a tool, even if it is stopped and resumed: `sinks.json` in the folder keeps its id, and the part of
-the log that each tool has. Nothing leaves the machine unless `log.online` is set. If a tool fails, it is no longer used: there is
-a warning, and training continues.
+One run folder is one run in a tool, even if it is stopped and resumed: `sinks.json` in the folder keeps the run's id, and how much of the
+log each tool has received. Nothing leaves the machine unless `log.online` is set. If a tool fails, a warning is logged, the tool is no
+longer used, and training continues.
 """
 
 import fcntl
@@ -32,7 +32,7 @@ class TrackedRun:
     """The description of the run for another tool."""
 
     id: str
-    """The same at every start of the run."""
+    """Identifier of the run, the same at every start."""
     name: str
     folder: Path
     values: Mapping[str, Any]
@@ -41,7 +41,7 @@ class TrackedRun:
 
 
 class Sink(Protocol):
-    """A tool that takes numbers. Any method may raise anything."""
+    """Interface to a tool that receives numbers. Any method may raise any exception."""
 
     def numbers(self, values: Mapping[str, float], step: int, time: float) -> None:
         """Take the numbers of a step, by name. `time`: seconds since the epoch."""
@@ -53,7 +53,7 @@ class Sink(Protocol):
 
 
 class TensorBoard:
-    """TensorBoard: one run, RUN_DIR/tensorboard, to which each start adds a file."""
+    """TensorBoard: one run in RUN_DIR/tensorboard; each start adds a file."""
 
     def __init__(self, subject: TrackedRun) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2  # an extra
@@ -79,7 +79,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """Weights & Biases: a run with this id. Offline, its files are in RUN_DIR/wandb; `wandb sync` sends them."""
+    """Weights & Biases: a run with this id. Offline, its files are in RUN_DIR/wandb, and `wandb sync` uploads them."""
 
     def __init__(self, subject: TrackedRun) -> None:
         import wandb  # an extra  # pyright: ignore[reportMissingImports]
@@ -129,7 +129,7 @@ class Trackio:
 
 
 class Mlflow:
-    """MLflow: a run with this id as its tag. It is kept in RUN_DIR/mlflow.db; online, where MLFLOW_TRACKING_URI says."""
+    """MLflow: a run with this id as its tag. It is stored in RUN_DIR/mlflow.db; online, at MLFLOW_TRACKING_URI."""
 
     def __init__(self, subject: TrackedRun) -> None:
         from mlflow import MlflowClient  # an extra  # pyright: ignore[reportMissingImports]
@@ -200,7 +200,7 @@ class Feed:
         _write(self._folder / FILE, self._kept)
 
     def close(self) -> None:
-        """Send the rest, and close each tool."""
+        """Send the rest of the log, and close each tool."""
         self.poll()
         for name, sink in list(self._sinks.items()):
             self._try(name, sink.close)
@@ -215,11 +215,11 @@ class Feed:
             act()
         except Exception as error:
             self._sinks.pop(name, None)
-            self._warn(f"log.{name}: no more numbers are sent: {type(error).__name__}: {error}. Training continues")
+            self._warn(f"log.{name}: no more numbers are sent to it: {type(error).__name__}: {error}. Training continues")
 
 
 def numbers_of(event: Event) -> dict[str, float]:
-    """Return the numbers of an event for tools, by name, without those that are unknown or not finite."""
+    """Return the numbers of an event for tools, by name, without unknown and non-finite ones."""
     found: dict[str, float | None] = {}
     match event:
         case Step():
@@ -233,8 +233,8 @@ def numbers_of(event: Event) -> dict[str, float]:
 
 
 def _in_common(old: Path, new: Path, end: int) -> int:
-    """Return the bytes of whole lines, before byte `end`, that a new epoch's log shares with the one before it; 0 if that no
-    longer exists."""
+    """Return the length in bytes of the whole lines with which both the log `old` and its successor `new` begin, at most `end`; 0 if a log
+    is missing."""
     try:
         with old.open("rb") as one, new.open("rb") as other:
             at = 0
@@ -248,7 +248,7 @@ def _in_common(old: Path, new: Path, end: int) -> int:
 
 
 def _events(path: Path, at: int) -> Iterator[tuple[Event, int]]:
-    """Yield the events in whole lines from byte `at` on, each with the byte after its end."""
+    """Yield the events in whole lines from offset `at` on, each with the offset of its end."""
     if not path.exists() or path.stat().st_size < at:
         at = 0  # the log was emptied
     if not path.exists():
@@ -279,7 +279,7 @@ def _write(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def main(run_dir: Path) -> None:
-    """Feed the tools until standard input, whose first line is the run's `[log]` as JSON, ends: with the training command."""
+    """Feed the tools until the training command closes standard input, whose first line is the run's `[log]` as JSON."""
 
     def warn(text: str) -> None:
         print(f"warning: {text}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""All facts about one run, from its folder alone: its log, and the seconds of each rank by use."""
+"""All data about one run, from its folder only: its log, and the seconds of each rank by use."""
 
 import contextlib
 import json
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from megalith.watch.scaling_law import ScalingLaw
 
 Answer = Skipped | Spike | Rewound | Lowered | PrecisionWatched | ReleasePaused
-"""A spike, an impossible update, a large rounding error or a pause of released gradients, and the run's response to it."""
+"""A loss spike, a skipped update, a large rounding error or a pause of released gradients, or the run's response to it."""
 
 KEPT = 2000  # events of a kind that are held; the newest count
 SAVES = 5  # checkpoints that the usual pause for one is known from
@@ -65,7 +65,7 @@ ACCOUNT = 16 << 20  # bytes at the end of a log that the account of its time is 
 
 
 class MergeTotals(NamedTuple):
-    """The sums over all merges of a run with sites, as its first site saw them."""
+    """Totals over all merges of a run with sites, as its first site logged them."""
 
     merges: int = 0
     sent: int = 0
@@ -78,11 +78,11 @@ class MergeTotals(NamedTuple):
 
 
 class Source:
-    """One run. Methods may be called from several threads; `lock` separates them."""
+    """One run. Live view of one run folder. Methods may be called from several threads, under `lock`."""
 
     def __init__(self, run_dir: Path, *, predicts: bool = True) -> None:
-        """`predicts`: start the planner's prediction, once the run's plan is known. Raises FileNotFoundError for a folder that
-        holds no run."""
+        """`predicts`: request the planner's prediction once the run's plan is known. Raises FileNotFoundError for a folder that holds no
+        run."""
         if not run_dir.is_dir() or not (epochs.newest(run_dir, events.FILE).exists() or (run_dir / "run.toml").exists()):
             raise FileNotFoundError(
                 f"{run_dir} holds no run: there is no {events.FILE} and no run.toml. Give the --run-dir of a run."
@@ -114,7 +114,7 @@ class Source:
         begin = index.end_of(self._base)
         self.last_time = found[3] if found else 0.0
         self.left_out = _left_out(epochs.newest(run_dir, events.FILE), begin)
-        """Updates that the run has skipped so far: it makes that many more steps."""
+        """Updates that the run has skipped so far, which is the number of steps that it makes beyond train.steps."""
         for at, event in index.notes(self._base):
             if at <= begin:
                 self._take(event)
@@ -134,12 +134,12 @@ class Source:
         self._asking: threading.Thread | None = None
 
     def close(self) -> None:
-        """Remove the files that were written to read the run."""
+        """Remove the temporary index of the run."""
         self._index.close()
         self._remove()
 
     def poll(self) -> bool:
-        """Read one portion of the log; return True if there was any. Call it again while it returns True."""
+        """Read one portion of the log; return True if it had new events. Call it again until it returns False."""
         with self.lock:
             found = self._index.poll()
             for event in found:
@@ -152,7 +152,7 @@ class Source:
         return bool(found)
 
     def _predict(self) -> None:
-        """Ask the planner, in a thread, once for each plan and phase."""
+        """Request a prediction, in a thread, once for each plan and phase."""
         plan, phase = self.plan, self.phase_at(self.last_step() or 0)
         number = phase.number if phase else 0
         key = f"{number} {plan.model_dump_json()}" if plan else ""
@@ -169,7 +169,7 @@ class Source:
             self._asking.start()
 
     def await_prediction(self) -> None:
-        """Wait until the planner has answered, if it was asked."""
+        """Wait until a requested prediction is ready."""
         self._predict()
         if self._asking is not None:
             self._asking.join(predict.LIMIT)
@@ -223,7 +223,7 @@ class Source:
 
     @property
     def spec(self) -> dict[str, Any]:
-        """The resolved description of the newest start; before the first one, the one in the folder."""
+        """The resolved specification of the newest start; before the first start, spec.json of the folder."""
         if self.start is not None:
             return self.start.spec
         with contextlib.suppress(OSError, ValueError):
@@ -245,7 +245,7 @@ class Source:
 
     @property
     def alerts(self) -> AlertsSpec:
-        """The limits of signs: from `rules`, else the run's description, else the defaults."""
+        """Limits of the signs of trouble: from `rules`, else from the run's specification, else the defaults."""
         if self.rules is not None:
             return self.rules
         with contextlib.suppress(ValidationError):
@@ -262,7 +262,7 @@ class Source:
         return self.start.world if self.start else 0
 
     def places(self) -> dict[str, NDArray[np.int64]]:
-        """Each rank's place on each axis of the mesh, and its node."""
+        """Each rank's position on each axis of the mesh, and its node."""
         key = (self.start.time, len(self.holdings)) if self.start else (0.0, 0)
         if self._places is None or self._places[0] != key:
             self._places = key, self._find_places()
@@ -299,7 +299,7 @@ class Source:
         return next((one for one in reversed(self.phases) if one.step <= step), None)
 
     def steps(self, names: Sequence[str], *, first: int = 0, last: int = 2**62, most: int = 600) -> View:
-        """Return numbers of the steps from `first` to `last`, in about `most` records; repeated steps are there repeatedly."""
+        """Return numbers of the steps from `first` to `last`, in about `most` records; repeated steps occur repeatedly."""
         at = [index.VALUES.index(name) for name in names]
         values = [slice(i, i + 1) for i in at]
         base = self._base_steps.read(values, first=first, last=last, most=most, until=self._until)
@@ -307,7 +307,7 @@ class Source:
         return _joined(base, own) if self._until else own
 
     def recent(self, names: Sequence[str], number: int) -> dict[str, NDArray[np.float64]]:
-        """The newest steps one by one, since the newest start and in the newest phase: their numbers, and "step" and "time"."""
+        """Return numbers of each of the newest steps, and "step" and "time", since the newest start and in the newest phase."""
         newest = self.last_step()
         if newest is None:
             return {name: np.zeros(0) for name in (*names, "step", "time")}
@@ -318,17 +318,17 @@ class Source:
         return found | {"step": view.first[kept].astype(np.float64), "time": view.time[kept]}
 
     def ranks(self, row: str, *, first: int = 0, last: int = 2**62, most: int = 400) -> tuple[View, int]:
-        """Return one row of `control.times` for all ranks of the newest generation's plan, and the number of ranks."""
+        """Return one row of `control.times` (one kind of seconds) for all ranks of the newest generation's plan, and the number of
+        ranks."""
         world = self._times.width() // len(times.ROWS)
         return self._times.read([times.block(row, world)], first=first, last=last, most=most), world
 
     def times_span(self) -> tuple[int, int] | None:
-        """The first and the last step that all ranks have reported; None if there are none."""
+        """The first and the last step that all ranks have reported; None if there is no such step."""
         return self._times.span()
 
     def goodput(self) -> tuple[ledger.Goodput, float] | None:
-        """Return the use of the run's time, and the seconds that it covers: in a long log, only the end. None before there is any
-        time."""
+        """Return the use of the run's time, and the seconds that it covers; of a long log, only the end is read. None at the beginning."""
         with contextlib.suppress(OSError):
             path = epochs.newest(self.run_dir, events.FILE)
             size = path.stat().st_size
@@ -343,8 +343,8 @@ class Source:
         return self._account[2], self._account[2].wall
 
     def nodes(self) -> dict[str, Any]:
-        """Return the nodes in the mesh, the spares and the quarantined ones, as the run's controller last noted; empty if there
-        is none."""
+        """Return the placed, spare and quarantined nodes, as the run's controller last recorded them; empty if the run has no
+        controller."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             found = json.loads(epochs.newest(self.run_dir, "ranks/fleet.json").read_text(encoding="utf-8"))
             state = found.get("state", found)
@@ -360,13 +360,14 @@ class Source:
         return tokens_a_byte({"data": {"path": self.setting("data", "path")}})
 
     def saving(self) -> float | None:
-        """Return the seconds a step for which training stood still for its newest checkpoints; None while there is none."""
+        """Return the pause of training for a checkpoint, averaged over the newest checkpoints and divided by the steps between two; None
+        without checkpoints."""
         every, saved = self.setting("checkpoint", "every"), list(self.checkpoints)[-SAVES:]
         return sum(one.wait_seconds for one in saved) / len(saved) / every if every and saved else None
 
     def age(self) -> float | None:
-        """Seconds since the newest event. Its time is by the clock of another machine, perhaps, so an event that came while this process
-        watched is dated by its coming."""
+        """Seconds since the newest event. Its logged time may be from another machine's clock, so an event that arrived while this process
+        watched is dated by its arrival."""
         return max(0.0, time.time() - (self._came or self.last_time)) if self.last_time else None
 
     def free(self) -> int | None:
@@ -378,7 +379,7 @@ class Source:
 
 
 def _left_out(log: Path, end: int) -> int:
-    """Return the updates that a run has skipped by the last step in its log before byte `end`."""
+    """Return the number of skipped updates in the last step event of a log before offset `end`."""
     with contextlib.suppress(OSError), log.open("rb") as file:
         file.seek(max(0, end - TAIL))
         for line in reversed(file.read(min(end, TAIL)).split(b"\n")):

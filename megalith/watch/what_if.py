@@ -1,5 +1,5 @@
-"""Answers to what-if questions about the newest steps: how long a step would take if one rank, node, data rank, stage or kind of
-computation took no longer than the median."""
+"""Answers to what-if questions about the newest steps: the duration of a step if one rank, node, data rank, stage or kind of computation
+took no longer than the median."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class WhatIfAnalysis:
 
     @classmethod
     def of(cls, source: Source, seen: Window | None = None) -> "WhatIfAnalysis | None":
-        """Return the newest steps of a run; None if too few are known, or the plan is not."""
+        """Prepare the newest steps of a run; None if too few steps or no plan are known."""
         seen = seen or window(source)
         if seen is None:
             return None
@@ -60,7 +60,7 @@ class WhatIfAnalysis:
 
     @property
     def share(self) -> float:
-        """The share of a whole step for computations, with their bubble. The rest does not depend on a rank's own work."""
+        """Share of a whole step that the pipeline's computations and bubble take. The rest does not depend on a rank's own work."""
         return self._share(self.one.seconds())
 
     def _share(self, seconds: float) -> float:
@@ -90,8 +90,8 @@ class WhatIfAnalysis:
         return self._answer(what, which, condition, now, np.minimum(now, then))
 
     def table(self) -> list[WhatIfAnswer]:
-        """Return the answers for the slowest rank, node, data rank and stage and for each kind, the largest gain first. A node or data
-        rank that is slow because of one rank is left out."""
+        """Return the answers for the slowest rank, node, data rank and stage, and for each kind of computation, the largest gain first. A
+        node or data rank that is slow because of one rank is left out."""
         over = np.nan_to_num(self.one.own / self.usual, nan=1.0)
         asked: list[tuple[str, int | str]] = [("kind", kind) for kind in KINDS]
         for what in ("rank", "node", "data"):
@@ -113,20 +113,20 @@ class WhatIfAnalysis:
     def _answer(
         self, what: str, which: int | str, condition: str, now: NDArray[np.float64], then: NDArray[np.float64]
     ) -> WhatIfAnswer:
-        """Compare two replays: the ranks' seconds `now`, and `then`, if the condition were true."""
+        """Compare replays with the ranks' seconds `now`, and `then`, which they would be if the condition were true."""
         before = self.one.seconds(now)
         gain = max(0.0, float(self._share(before) * (1 - self.one.seconds(then) / before))) if before > 0 else 0.0
-        less = f"{units.percent(gain)} less" if gain >= NOTHING else "as long as now"
+        less = f"{units.percent(gain)} less time" if gain >= NOTHING else "as long as now"
         return WhatIfAnswer(what, which, gain, f"{condition} a step would take {less}.")
 
     def _level(self, kind: str) -> NDArray[np.float64]:
-        """Return the ranks' work in which none has more of a kind than the median rank."""
+        """Return the ranks' work, with the work of one kind reduced to the median rank's where it is more."""
         of_kind = self.one.own * self._kinds[kind]
         return self.one.own - np.maximum(0.0, of_kind - np.nanmedian(of_kind))
 
     @cached_property
     def _kinds(self) -> Mapping[str, NDArray[np.float64]]:
-        """Return the share of each kind in a rank's own work. Waits inside of them lengthen kinds alike, so shares do not count them."""
+        """Return the share of each kind in a rank's own work. Waits lengthen all kinds alike, so they cancel out in the shares."""
         first, last = int(self.seen.steps[0]), int(self.seen.steps[-1])
         taken = {}
         for kind in KINDS:

@@ -1,4 +1,4 @@
-"""The newest steps of all ranks: the ranks that are slow in them, and a replay of their median step."""
+"""The newest steps of all ranks, the slow ranks in them, and a replay of their median step."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ STEADY = 4.0  # times the ranks' usual differences that the slowness must be
 
 @dataclass(frozen=True)
 class Window:
-    """The newest steps of all ranks: `own` seconds by step and rank (NaN: not known). `past`: how many times as long as the median of
-    all other ranks each rank worked when its generation, or its phase, was young; None: not known."""
+    """The newest steps of all ranks: `own` seconds by step and rank (NaN: not known). `past`: each rank's work over the median of all other
+    ranks in the first steps of its generation or phase; None: unknown."""
 
     own: NDArray[np.float64]
     steps: NDArray[np.int64]
@@ -42,7 +42,7 @@ class Window:
 
 
 def window(source: Source, last: int = 2**62) -> Window | None:
-    """Return the newest steps of the newest generation, up to the step `last`; None while fewer than ENOUGH are known."""
+    """Return the newest steps of the newest generation, up to step `last`; None while fewer than ENOUGH steps are known."""
     span = source.times_span()
     if span is None:
         return None
@@ -58,8 +58,8 @@ def window(source: Source, last: int = 2**62) -> Window | None:
 
 
 def _past(source: Source, before: int) -> NDArray[np.float64] | None:
-    """Return the median of each rank's work over that of all others in the oldest steps of the generation and phase, if there are
-    enough of them `before` a step. In a new phase, stages may share the work differently."""
+    """Return each rank's work over the median of all others, in the first steps of the generation and phase; None if there are too few such
+    steps `before` a step. Another phase may divide the work differently among stages."""
     phase = source.phase_at(before)
     begun = phase.step if phase else 0
     whole, _ = source.ranks("own", first=begun, most=WINDOW)
@@ -75,8 +75,8 @@ def _over_others(own: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def slow_ranks(seen: Window) -> list[tuple[int, float]]:
-    """Return the ranks that work longer than their peers, steadily and beyond normal differences, each with its factor. A rank is
-    compared with those that hold the same part of the model. Where it has none, its share of the work is compared with its past."""
+    """Return the ranks that work consistently longer than their peers, beyond normal differences, each with its factor. Peers are ranks
+    with the same part of the model. A rank without peers is compared with its own past share of the work."""
     ratios = np.stack([row / peers(row, seen.pipeline) for row in seen.own])
     if seen.alone.any():
         ratios[:, seen.alone] = 1.0 if seen.past is None else (_over_others(seen.own) / seen.past)[:, seen.alone]
@@ -90,7 +90,7 @@ def slow_ranks(seen: Window) -> list[tuple[int, float]]:
 
 
 def replay(source: Source, own: NDArray[np.float64], seen: Window) -> Replay | None:
-    """Return a step for replay, in which the ranks work `own` seconds; None if the plan is not known."""
+    """Return the replay of a step in which the ranks work for `own` seconds; None if the plan is not known."""
     plan, phase = source.plan, source.phase_at(int(seen.steps[-1]))
     batch = phase.global_batch if phase else source.setting("train", "global_batch")
     if plan is None or not batch or plan.ranks != len(own):
@@ -99,9 +99,9 @@ def replay(source: Source, own: NDArray[np.float64], seen: Window) -> Replay | N
 
 
 def steady(seen: Window, slow: Iterable[tuple[int, float]]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return each rank's seconds of work in the median step, and its seconds if no rank were slow. `slow`: ranks with their factors.
-    Ranks that are not slow differ by chance: each gets the median of those with the same part of the model. Otherwise the slowest
-    of many by chance could hide the cost of a slow rank.
+    """Return each rank's seconds of work in the median step, and its seconds if no rank were slow. `slow`: slow ranks with their factors.
+    Other ranks differ only by chance, so each gets the median of ranks with the same part of the model. Otherwise the slowest of many ranks
+    could by chance hide the cost of a slow one.
     """
     middle, factors = medians(seen.own), dict(slow)
     named = np.array(sorted(factors), dtype=np.int64)

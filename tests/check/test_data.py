@@ -31,7 +31,7 @@ def test_data_that_is_not_there_says_where_it_was_looked_for(tmp_path: Path, mon
     for text in ("{", "{}", "[]"):
         Path("data/manifest.json").write_text(text)
         (problem,) = check(spec())
-        assert "is not a manifest this version reads" in problem.reason
+        assert "is not a manifest that this version can read" in problem.reason
 
 
 def test_every_file_of_the_data_is_there_in_its_length_or_in_a_copy(data: Path):
@@ -40,8 +40,8 @@ def test_every_file_of_the_data_is_there_in_its_length_or_in_a_copy(data: Path):
     hollow_data(Path("copy"), "austen", "code")
     missing, short = check(spec())
     assert (missing.key, short.key) == ("data.path", "data.path")
-    assert "austen-train.bin is missing (4000000 bytes)" in missing.reason
-    assert "code-train.idx has 0 bytes, the manifest says 16" in short.reason
+    assert "austen-train.bin is missing (expected size: 4000000 bytes)" in missing.reason
+    assert "code-train.idx has 0 bytes, but 16 according to the manifest" in short.reason
     assert check(spec("data.copies=['copy']")) == []
 
 
@@ -59,7 +59,7 @@ def test_a_copy_is_there_and_of_the_same_data(data: Path):
     hollow_data(Path("other"), "austen")
     gone, other = check(spec("data.copies=['gone', 'other']"))
     assert (gone.key, gone.reason) == ("data.copies", "gone does not exist")
-    assert (other.key, other.reason) == ("data.copies", "other holds other data than data")
+    assert (other.key, other.reason) == ("data.copies", "other holds different data from data")
     assert keys("data.path=nowhere", "data.copies=['gone', 'other']") == ["data.path", "data.copies"]
 
 

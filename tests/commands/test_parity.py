@@ -88,11 +88,11 @@ def proven(outcome: str, name: str = "dense; data 2 shards") -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("outcomes", "status", "said"),
     [
-        (["equal", "equal"], 0, "equal: 2 combinations (seed 7, up to 2 ranks) as in one process"),
+        (["equal", "equal"], 0, "equal: 2 combinations (seed 7, up to 2 ranks) give the same result as one process"),
         (["equal", "NOT equal"], 1, "NOT equal: 1 of 2 combinations"),
         (["equal", "failed"], 1, "rank 1 [broke]"),
-        (["equal", "tie", "equal"], 0, "1 tied, and counts for nothing"),
-        (["equal", "tie"], 1, "not shown: there were 1 combinations to compare, and 2 were asked for"),
+        (["equal", "tie", "equal"], 0, "1 tied, and is not counted"),
+        (["equal", "tie"], 1, "not shown: only 1 combinations could be compared, and 2 were requested"),
     ],
     ids=str,
 )
@@ -121,7 +121,7 @@ def test_draws_fail_on_a_gap_and_do_not_count_ties(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["run.toml", "--random", "2", "--steps", "1"], "makes no use of RUN.toml or --steps"),
+        (["run.toml", "--random", "2", "--steps", "1"], "does not use RUN.toml or --steps"),
         ([], "Name a run"),
         (["run.toml", "--seed", "2"], "--seed chooses the draws of --random"),
     ],

@@ -49,5 +49,5 @@ def test_a_run_that_was_typed_is_replayed(tmp_path: Path) -> None:
 
 
 def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
-    with pytest.raises(RecordError, match=r"exists, and a replay begins in a folder of its own\. Name another one with --out"):
+    with pytest.raises(RecordError, match=r"exists, but a replay needs a new folder\. Name another folder with --out"):
         replay(tmp_path / "run", (), tmp_path, console=Console())

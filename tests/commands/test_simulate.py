@@ -103,7 +103,7 @@ def test_a_reader_can_add_the_counts_up():
         (["--campaign", "runs", "--days", "3", "--set", "planned=1"], "Leave out --set, --days, or --campaign."),
         (["--cluster", "h100", "--sweep", "spare"], "Use --sweep intervals or spares"),
         (["--cluster", "h100", "--out", "goodput.png"], "ends in .svg"),
-        ([], "Give --cluster, a RUN.toml that names one, or --campaign to replay one."),
+        ([], "Give --cluster, a RUN.toml that names a cluster, or --campaign to replay a campaign."),
     ],
 )
 def test_mistakes_about_a_simulation_are_said_before_it_runs(arguments: list[str], said: str):

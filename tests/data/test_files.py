@@ -65,9 +65,9 @@ def test_nothing_but_parquet_without_its_extra_is_an_error_with_the_way_out(give
     name = "a.parquet.gz" if given == "compressed" else "a.parquet"
     (tmp_path / name).write_bytes(b"PAR1\0")
     says = {
-        "folder": "holds no file that is read: left out are 1 Parquet without the extra `parquet`",
-        "file": "a.parquet is Parquet, and the package pyarrow is not installed",
-        "compressed": "is not text: .parquet.gz files are not read",
+        "folder": "holds no file that Megalith can read; left out are 1 Parquet without the extra `parquet`",
+        "file": "a.parquet is Parquet, but the package pyarrow is not installed",
+        "compressed": "is not text: Megalith does not read .parquet.gz files",
     }
     with pytest.raises(DataError) as error:
         find(tmp_path if given == "folder" else tmp_path / name, Reading())
@@ -77,7 +77,7 @@ def test_nothing_but_parquet_without_its_extra_is_an_error_with_the_way_out(give
 
 
 def test_a_folder_without_files_or_with_other_endings_only_is_an_error(tmp_path):
-    with pytest.raises(DataError, match="holds no file that is read\\. Megalith reads"):
+    with pytest.raises(DataError, match="holds no file that Megalith can read\\. Megalith reads"):
         find(tmp_path, Reading())
     (tmp_path / "a.md").write_text("text")
     with pytest.raises(DataError, match=r"left out are 1 another ending than asked for \(1 \.md\): a\.md"):

@@ -71,5 +71,5 @@ def test_a_folder_that_is_not_prepared_data_says_so(tmp_path):
     with pytest.raises(DataError, match="does not exist"):
         inspect(tmp_path / "none")
     (tmp_path / "manifest.json").write_text('{"version": 2}')
-    with pytest.raises(DataError, match="is not a manifest this version reads: version"):
+    with pytest.raises(DataError, match="is not a manifest that this version can read: version"):
         inspect(tmp_path)

@@ -66,7 +66,7 @@ def test_a_mixture_of_parquet_json_lines_and_text_is_read_whole(tmp_path: Path, 
     ("texts", "field", "kind", "says"),
     [
         (["a", None], "text", None, r"row 2 has no text in column 'text'"),
-        (["a"], "body", None, r"has no text in column 'text' \(it holds: id \(int64\), body \(string\)\)"),
+        (["a"], "body", None, r"has no text column 'text' \(its columns: id \(int64\), body \(string\)\)"),
         ([b"\xff"], "text", pa.binary(), r"text \(binary\)"),
     ],
 )
@@ -86,5 +86,5 @@ def test_text_that_is_not_utf8_is_named_with_its_row(tmp_path: Path) -> None:
 def test_a_damaged_file_is_named(keep: int, tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", [f"text {i}" for i in range(100)])
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(DataError, match=r"a\.parquet does not read as Parquet"):
+    with pytest.raises(DataError, match=r"a\.parquet cannot be read as Parquet"):
         read(path)

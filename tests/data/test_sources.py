@@ -76,7 +76,7 @@ def test_json_lines_take_the_text_from_the_named_field(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text('{"content": "a"}\n\n{"content": "  "}\n{"content": "b"}\n')
     assert _read(path, field="content") == ["a", "b"]
-    with pytest.raises(DataError, match=r"x.jsonl:1 has no text in field 'text' \(it holds: content\)"):
+    with pytest.raises(DataError, match=r"x.jsonl:1 has no text in field 'text' \(its fields: content\)"):
         _read(path)
 
 
@@ -89,7 +89,7 @@ def test_half_a_character_in_json_becomes_a_replacement_character(tmp_path):
 def test_a_line_that_is_not_json_is_named(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text('{"text": "a"}\n{"text": \n')
-    with pytest.raises(DataError, match=r"x\.jsonl:2 is not a line of JSON"):
+    with pytest.raises(DataError, match=r"x\.jsonl:2 is not valid JSON"):
         _read(path)
 
 
@@ -180,7 +180,9 @@ def test_text_with_a_zero_byte_alone_is_text_and_a_binary_alone_is_distinguished
     (tmp_path / "x.txt").write_bytes(b"a\0b\n")
     assert _read(tmp_path / "x.txt") == ["a\0b\n"]
     (tmp_path / "x.weights").write_bytes(b"\0\xff\xfe")
-    with pytest.raises(DataError, match=r"x\.weights is not text: \.weights files are not read\. Megalith reads JSON lines"):
+    with pytest.raises(
+        DataError, match=r"x\.weights is not text: Megalith does not read \.weights files\. Megalith reads JSON lines"
+    ):
         _read(tmp_path / "x.weights")
 
 
@@ -234,7 +236,7 @@ def test_a_truncated_or_garbled_archive_is_named(ending, pack, tmp_path):
     whole = pack(b"some text, long enough to be cut\n" * 99)
     for content in (whole[:-20], whole[:20] + b"\xff" * 8 + whole[28:], b"not packed at all"):
         path.write_bytes(content)
-        with pytest.raises(DataError, match=f"x.txt{ending} does not unpack"):
+        with pytest.raises(DataError, match=f"x.txt{ending} cannot be unpacked"):
             _read(path)
 
 

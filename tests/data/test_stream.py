@@ -221,8 +221,8 @@ def test_changed_data_or_settings_are_refused_with_every_difference(prepared, no
     with pytest.raises(DataError) as error:
         other.check_same(saved)
     for said in (
-        "seq_len was 32, is now 64. Set train.seq_len back",
-        "seed was 5, is now 6",
+        "seq_len was 32, but is now 64. Set train.seq_len back",
+        "seed was 5, but is now 6",
         "weights was",
         "document_mask was True",
     ):
@@ -242,7 +242,9 @@ def test_a_short_shard_or_another_tokenizer_is_refused_at_opening(prepared, tmp_
     shard = folder / "novel-train-00001.bin"
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-2])
-    with pytest.raises(DataError, match=f"novel-train-00001.bin has {len(whole) - 2} bytes, the manifest says {len(whole)}"):
+    with pytest.raises(
+        DataError, match=f"novel-train-00001.bin has {len(whole) - 2} bytes, but {len(whole)} according to the manifest"
+    ):
         Stream(folder, seq_len=SEQ_LEN)
     shard.write_bytes(whole)
     load("bytes").save(folder)

@@ -188,7 +188,7 @@ def test_a_missing_shard_is_refused_at_opening_unless_a_copy_has_it(source: Path
     other = tmp_path / "other"
     (tmp_path / "words.txt").write_text("not the novel\n\n" * 200)
     prepare([f"novel={tmp_path / 'words.txt'}"], tokenizer=load("bytes"), out=other)
-    with pytest.raises(DataError, match=r"holds other data than .*data\.copies"):
+    with pytest.raises(DataError, match=r"holds different data from .*data\.copies"):
         Stream(source, seq_len=64, copies=[other])
 
 

@@ -112,8 +112,8 @@ def test_a_burn_ins_findings_are_taken_over() -> None:
     ("command", "seconds", "why"),
     [
         (_says("raise SystemExit('no torch here')"), PATIENCE, "no torch here"),
-        (_says("print('[]')"), PATIENCE, "it said nothing"),
-        (_says("import time; time.sleep(1000)"), 0.2, "not done in 0.2 s"),
+        (_says("print('[]')"), PATIENCE, "it printed nothing"),
+        (_says("import time; time.sleep(1000)"), 0.2, "not finished within 0.2 s"),
         (("/no/such/program",), PATIENCE, "could not be started"),
     ],
 )

@@ -83,10 +83,10 @@ def test_the_tables_fit_a_terminal(answered: PlanResult):
 def test_what_beats_a_plan_is_said_by_the_terms_of_the_step(answered: PlanResult):
     first, slow = answered.found.choices[0], answered.found.choices[-1]
     assert plans.gain_over_own_plan(answered) == ""
-    assert "No plan that was looked at is faster" in plans.gain_over_own_plan(replace(answered, own=first))
+    assert "No examined plan is faster" in plans.gain_over_own_plan(replace(answered, own=first))
     time, best = vars(slow.estimate.time), vars(first.estimate.time)
     said = plans.gain_over_own_plan(replace(answered, own=slow))
-    assert f"beats yours by {1 - best['step'] / time['step']:.1%}" in said
+    assert f"best plan's step is {1 - best['step'] / time['step']:.1%} shorter than yours" in said
     largest = min((name for name in best if name != "step"), key=lambda name: best[name] - time[name])
     assert f"({largest} -" in said
 
@@ -434,7 +434,7 @@ def test_data_parallelism_is_chosen_for_a_link_that_is_fast_enough(tmp_path: Pat
     assert free is not None and free.chosen is not None and free.chosen.exchanges_gradients and free.proposed == free.together
     found = _across_sites(tmp_path, fast)
     assert found.linked is not None and found.linked.chosen is not None and not found.linked.chosen.exchanges_gradients
-    assert 'with method = "data-parallel": data parallelism. Each sends' in plans.across(found)
+    assert 'with method = "data-parallel": data parallelism. Each site sends' in plans.across(found)
     slow = _across_sites(tmp_path, "megabits = 1000\nmilliseconds = 20", lr="").linked
     assert slow is not None and slow.chosen is not None and not slow.chosen.exchanges_gradients
     assert slow.together is not None and slow.proposed is not None and slow.together.use < slow.proposed.use

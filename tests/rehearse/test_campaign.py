@@ -36,7 +36,7 @@ def test_what_a_run_is_not_made_for_is_left_out_with_the_reason():
     assert possible(some, **there)[0].items() >= {"once": once}.items()
     whole = some.model_copy(update={"verify": "all"})
     assert list(possible(whole, **there)[0]) == ["agent"]
-    left = possible(whole, **there | {"no_network": "needs root, because only root may make network namespaces"})[0]
+    left = possible(whole, **there | {"no_network": "needs root, who alone may make network namespaces"})[0]
     assert list(left) == ["interface", "agent"]
     assert "root" in left["interface"]
     left, kinds = possible(whole, **there, agents=True)

@@ -56,7 +56,7 @@ def test_runs_in_folders_of_one_name_are_distinguished_by_the_path_above(tmp_pat
 def test_equal_descriptions_are_said_to_be_equal(tmp_path: Path) -> None:
     runs = compare.read([_run(tmp_path / "one"), _run(tmp_path / "other", loss=1.0)])
     assert compare.differences(runs) == {}
-    assert "The runs have the same description." in compare.render(runs)
+    assert "The runs have the same values for all keys." in compare.render(runs)
 
 
 def test_a_folder_without_a_run_is_refused_and_so_is_a_trace_of_two(tmp_path: Path) -> None:

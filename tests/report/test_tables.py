@@ -55,10 +55,10 @@ def test_a_folder_that_is_no_run_is_named(tmp_path):
 
 def test_lines_that_hold_no_event_are_counted(tmp_path):
     write_run(tmp_path)
-    assert "no event" not in printed(tmp_path)
+    assert "without an event" not in printed(tmp_path)
     with (tmp_path / events.FILE).open("a") as log:
         log.write('["step", 41]\n{"type":"step","ti')
-    assert "2 lines of the log that hold no event" in printed(tmp_path)
+    assert "2 lines of the log without an event" in printed(tmp_path)
 
 
 def test_a_loss_scale_is_shown_with_the_steps_that_overflowed(tmp_path):
@@ -71,7 +71,7 @@ def test_a_loss_scale_is_shown_with_the_steps_that_overflowed(tmp_path):
     log.write(step(3, scale=512.0))
     log.close()
     follow.close()
-    assert "warning: the update of step 2 was left out: the gradients overflowed." in out.getvalue()
+    assert "warning: the update of step 2 was skipped: the gradients overflowed." in out.getvalue()
     assert "scale 512" in out.getvalue()
     assert "512, and 1 step overflowed" in printed(tmp_path)
     page = write(tmp_path).read_text(encoding="utf-8")

@@ -99,10 +99,10 @@ def test_throughput_memory_experts_disk_and_prediction(tmp_path: Path) -> None:
     late = {"tokens_per_second": 4000.0, "seconds": 1.0, "breakdown": parts}
     _more(tmp_path, source, *(step(81 + i, time=time.time(), **late) for i in range(12)))
     (alert,) = _looked(source)
-    assert alert.sign == "slow" and alert.cause == "optimizer takes 650 ms of a step, where 50 ms is usual"
+    assert alert.sign == "slow" and alert.cause == "optimizer takes 650 ms of a step, but 50 ms is usual"
     assert _looked(source, ALL.model_copy(update={"slower": 0.4})) == []
     source.predicted = {"time": {"step": 0.7}}
-    assert "1.43 times what was predicted" in _looked(source, ALL.model_copy(update={"slower": 0.4}))[0].words
+    assert "1.43 times the predicted time" in _looked(source, ALL.model_copy(update={"slower": 0.4}))[0].words
     even = {"experts": {"entropy": 0.3, "max_load": 6.0, "dropped": 0.0}}
     (alert,) = _looked(_live(tmp_path / "experts", **even))
     assert alert.sign == "experts" and "evenness of their load is 0.30" in alert.words and "6.0 times" in alert.cause

@@ -122,7 +122,7 @@ def test_a_loss_that_is_not_finite_and_one_that_spikes(tmp_path: Path) -> None:
     log = events.EventLog(tmp_path)
     log.write(step(61, loss=4.5, seconds=1.0, time=time.time()))
     source.poll()
-    assert panels.panel(source, "alive")["says"][0][1] == "The loss spikes: 4.5000, where 3.0000 is usual."
+    assert panels.panel(source, "alive")["says"][0][1] == "The loss spikes: 4.5000, but 3.0000 is usual."
     log.write(step(62, loss=float("nan"), seconds=1.0, time=time.time()))
     source.poll()
     assert panels.panel(source, "alive")["health"] == "bad"
@@ -135,7 +135,7 @@ def test_throughput_that_falls(tmp_path: Path) -> None:
     for i in range(12):
         log.write(step(81 + i, tokens_per_second=4000.0, time=time.time()))
     source.poll()
-    assert "Slower than usual: 4k tokens/s, where 8.19k is usual." in [
+    assert "Slower than usual: 4k tokens/s, but 8.19k is usual." in [
         words for _, words, *_ in panels.panel(source, "alive")["says"]
     ]
 

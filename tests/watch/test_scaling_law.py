@@ -61,7 +61,7 @@ def test_no_coefficient_is_negative() -> None:
 
 def test_two_sizes_say_nothing_about_a_third() -> None:
     with pytest.raises(
-        ValueError, match=r"runs of one size, or of 3 sizes or more; these have 2: 1,000,000 parameters, 4,000,000"
+        ValueError, match=r"runs of one size, or of 3 sizes or more; these runs have 2: 1,000,000 parameters, 4,000,000"
     ):
         fit([_curve(1e6, 1e7), _curve(4e6, 1e7)])
 

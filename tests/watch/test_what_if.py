@@ -48,7 +48,7 @@ def test_without_what_is_slow_a_step_takes_as_long_as_a_simulated_one(
     whole = step_seconds(plan, _own(slow))
     assert 1 / (1 - answer["gain"]) == pytest.approx(whole / calm, rel=0.02) and whole / calm > 1.05
     assert answer["seconds"] == pytest.approx(whole - calm, rel=0.15)
-    assert f" {which} " in answer["words"] and " % less." in answer["words"]
+    assert f" {which} " in answer["words"] and " % less time." in answer["words"]
     if what != "data":  # half of all ranks: none is called slow
         first = panels.panel(source, "what-if")["without"][0]
         assert first["gain"] >= answer["gain"] - 1e-9, "the list begins with the largest gain"

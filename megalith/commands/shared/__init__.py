@@ -1,1 +1,1 @@
-"""Shared by the commands: their arguments, the run they name, its ranks, and what they print."""
+"""Code shared by the commands: their arguments, the run they name, its ranks, and their output."""

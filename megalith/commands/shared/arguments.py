@@ -10,7 +10,9 @@ import typer
 if TYPE_CHECKING:
     from megalith.spec.run import RunSpec
 
-RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run: model, plan, data, training.", show_default=False)]
+RunFile = Annotated[
+    Path, typer.Argument(metavar="RUN.toml", help="The run file (TOML): model, plan, data, training.", show_default=False)
+]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The folder of a run.", show_default=False)]
 Settings = Annotated[
     list[str] | None,
@@ -29,8 +31,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for p
 
 @dataclass(frozen=True)
 class RunRequest:
-    """A run as the command line names it: its file, `KEY=VALUE` settings that override the file, and its folder (None: runs/NAME).
-    `saved`: the file is the one that the folder keeps, which an earlier version may have written."""
+    """A run as given on the command line: its file, `KEY=VALUE` settings that override the file, and its folder (None: runs/NAME). `saved`:
+    the file is the copy in the run folder, which an earlier version of Megalith may have written."""
 
     file: Path
     overrides: Sequence[str] = ()
@@ -39,7 +41,7 @@ class RunRequest:
 
     @classmethod
     def in_folder(cls, run_dir: Path, overrides: Sequence[str] = ()) -> "RunRequest":
-        """Return the run that a run folder holds. Raises FileNotFoundError for a folder without one."""
+        """Return the run of a run folder. Raises FileNotFoundError if the folder does not exist or is no run folder."""
         from megalith.spec.files import FILE  # specifications take 0.2 s to import
 
         if not run_dir.is_dir():
@@ -49,12 +51,12 @@ class RunRequest:
         return cls(run_dir / FILE, overrides, run_dir, saved=True)
 
     def folder(self, spec: "RunSpec") -> Path:
-        """Return the folder of the run, which its file describes as `spec`."""
+        """Return the folder of the run; `spec` is the content of its file."""
         return self.run_dir or Path("runs") / spec.name
 
 
 def admit_parts(names: Sequence[str] | None) -> None:
-    """Import the own parts of a model that a command line names. Raises own.OwnPartError if it is not an own part."""
+    """Import the own parts of a model that a command line names. Raises own.OwnPartError for a name that is no own part."""
     for name in names or ():
         from megalith import own
         from megalith.spec import parts  # specifications take 0.2 s to import

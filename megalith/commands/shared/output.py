@@ -28,7 +28,7 @@ BAD_SPECIFICATION, LOST = 2, 71  # as in fleet.exit_codes
 
 @contextmanager
 def readable_errors(*, as_json: bool) -> Iterator[None]:
-    """Print errors that a person can act on without a traceback, and exit. Errors of the program itself keep their traceback."""
+    """On an error that a user can correct, print it without a traceback and exit. Errors of the program itself keep their traceback."""
     try:
         yield
     except (OSError, ValueError, RuntimeError) as error:
@@ -50,8 +50,8 @@ def readable_errors(*, as_json: bool) -> Iterator[None]:
 
 @contextmanager
 def lossy_output() -> Iterator[None]:
-    """Print to standard output and error as long as they take anything: output that a closed pipe or a full disk refuses is lost,
-    and does not end the command. At the end, the other stream reports how much was lost."""
+    """Continue the command when standard output or error cannot be written (closed pipe, full disk): such output is lost. At the end, the
+    other stream reports how much was lost."""
     before = {name: getattr(sys, name) for name in ("stdout", "stderr")}
     outputs: dict[str, disk.Output] = {}
     for name, stream in before.items():
@@ -74,13 +74,13 @@ def lossy_output() -> Iterator[None]:
 
 
 def print_json(value: Any) -> None:
-    """Print a value, or a dataclass, as one JSON object. JSON has no word for NaN and infinity: they are null."""
+    """Print a value, or a dataclass, as one JSON object. NaN and infinity, which JSON lacks, become null."""
     plain = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
     print(json.dumps(_finite(plain), indent=1, default=str))
 
 
 def _finite(value: Any) -> Any:
-    """Return a value with None in the place of numbers that are not finite."""
+    """Return a value in which None replaces numbers that are not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -90,8 +90,8 @@ def _finite(value: Any) -> Any:
 
 WAYS_OUT = {
     errno.ENOENT: "Check the path; relative paths start at the current directory.",
-    errno.EACCES: "Give this user the right to it, or name another place.",
-    errno.EPERM: "Give this user the right to it, or name another place.",
+    errno.EACCES: "Give this user access to it, or name another place.",
+    errno.EPERM: "Give this user access to it, or name another place.",
     errno.EROFS: "Name a place that can be written, with --out or --run-dir.",
     errno.ENOTDIR: "A part of the path is a file. Name another place.",
     errno.EISDIR: "This is a folder. Name a file.",
@@ -102,8 +102,7 @@ WAYS_OUT = {
 
 
 def _in_words(error: Exception) -> tuple[str, bool]:
-    """Return an error as text for a person, and True if that text is complete. A library's error is complete only with the place
-    where it was raised."""
+    """Return an error as text, and whether this text suffices for a user. A library's error also needs the place where it was raised."""
     number = getattr(error, "errno", None) if isinstance(error, OSError) else None
     if number is not None:
         path = f"{error.filename}: " if error.filename else ""  # type: ignore[attr-defined]
@@ -129,7 +128,7 @@ def print_failure(text: str, *, kind: str, as_json: bool, complete: bool = False
 
 
 def print_problems(problems: "Sequence[Problem]", *, as_json: bool) -> None:
-    """Print all problems of a run, each with its value, its reason and a way out: to stderr, or as JSON to stdout."""
+    """Print all problems of a run, each with its value, reason and way out: to stderr, or as JSON to stdout."""
     errors = [problem for problem in problems if problem.severity == "error"]
     if as_json:
         print_json({"ok": not errors, "problems": problem_rows(problems)})
@@ -153,7 +152,7 @@ def print_problems(problems: "Sequence[Problem]", *, as_json: bool) -> None:
 
 
 def text_width(console: Console) -> int | None:
-    """Return the columns that text is wrapped to: those of the terminal, or COLUMNS. None in a pipe, where a line stays whole for grep."""
+    """Return the number of columns at which text is wrapped: the terminal's, or COLUMNS. None in a pipe, so that grep finds whole lines."""
     return console.width if console.is_terminal or os.environ.get("COLUMNS", "").isdecimal() else None
 
 
@@ -172,10 +171,10 @@ def problem_rows(problems: "Sequence[Problem]") -> list[dict[str, Any]]:
 
 
 def progress() -> "Progress":
-    """Return a progress bar on stderr, hidden unless that is a terminal: the share done, counts, time left, the current piece of
-    work.
+    """Return a progress bar on stderr with the share done, counts, time left and the current piece of work; it is hidden unless stderr is a
+    terminal.
 
-    It is drawn only at each update: a thread that draws would be forked with the ranks.
+    It is drawn only at updates, and not by a thread, because ranks are forked from this process.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn  # few commands draw
 
@@ -187,8 +186,8 @@ def progress() -> "Progress":
 
 
 def write(text: str, path: Path, *, overwrite: bool) -> None:
-    """Write a file, and the folders above it. Raises FileExistsError if it exists with another text, unless `overwrite`."""
+    """Write a file, and make missing folders above it. Raises FileExistsError if it exists with another text, unless `overwrite`."""
     if not overwrite and path.exists() and path.read_text(encoding="utf-8", errors="replace") != text:
-        raise FileExistsError(f"{path} already exists and holds something else. Use --overwrite, or another --out.")
+        raise FileExistsError(f"{path} already exists with other content. Use --overwrite, or another --out.")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")

@@ -1,5 +1,5 @@
-"""The run that a command names: its file is read and checked, its folder owned, and its ranks started on this machine, or this process
-is one of them. No torch."""
+"""The run that a command names: reads and checks its file, owns its folder, and starts its ranks on this machine, or becomes one of them.
+No torch."""
 
 import contextlib
 import importlib
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from megalith.fleet.environment import Place
 
 TRAIN = "megalith.train.run:main"
-"""Entry that each rank of a training calls."""
+"""Function that each rank of a training calls."""
 
 PRELOAD = ("torch", "torch.distributed.tensor", "torch._dynamo")
 """Modules that every rank needs in addition to its entry: imported once, before the fork."""
@@ -49,7 +49,7 @@ PRELOAD = ("torch", "torch.distributed.tensor", "torch._dynamo")
 
 @dataclass(frozen=True)
 class CheckResult:
-    """A run and everything found in it."""
+    """A run and the problems found in it."""
 
     resolved: ResolvedRun
     problems: list[Problem]
@@ -73,12 +73,12 @@ def check(
     here: Severity | None = None,
     count: Callable[[RunSpec], int] = all_ranks,
 ) -> CheckResult:
-    """Read a run file and find everything that is wrong with it, or unwise.
+    """Read a run file and find everything in it that is wrong or unwise.
 
-    `world` is the number of ranks there will be, to compare with the plan. With `look`, files and folders that the run names are looked
-    for; a run that its folder already holds does not need what only a first start does. With `here`, also report what this
-    machine lacks for the run's ranks (or for `count` ranks), with at most this severity. Raises SpecErrors, with
-    everything that was found, if the file cannot be read as a run. Imports the user's own parts that the run names.
+    `world`: number of ranks that will be started, to compare with the plan. With `look`, check that files and folders that the run names
+    exist; a run that resumes does not need inputs of a first start. With `here`, also report resources that this machine lacks for the
+    run's ranks (or for `count` ranks), with at most this severity. Raises SpecErrors, with everything that was found, if the file cannot be
+    read as a run. Imports the user's own parts that the run names.
     """
     reading = files.read(request.file, overrides=request.overrides, saved=request.saved)
     resolved = reading.resolved
@@ -112,7 +112,7 @@ def check(
 
 
 def _decided(resolved: ResolvedRun) -> ResolvedRun:
-    """Return the run with a size for each `segments:auto`: all ranks must recompute alike, so it is decided once, and recorded."""
+    """Replace each `segments:auto` by a size. All ranks must recompute alike, so the size is decided once, and recorded."""
     spec = resolved.spec
     asked = {"plan": spec.plan} | ({"fallback": spec.fleet.fallback} if spec.fleet.fallback else {})
     if all(plan.recompute != AUTO for plan in asked.values()):
@@ -125,7 +125,7 @@ def _decided(resolved: ResolvedRun) -> ResolvedRun:
 
 
 OLD_DEFAULTS: dict[tuple[str, str], Any] = {("optimizer", "warmup"): 2000}
-"""Defaults that earlier versions had, and saved with a run. A run that began with one keeps it unless its file says otherwise."""
+"""Former defaults, which earlier versions saved with a run. A run that began with one keeps it unless its file sets another value."""
 
 
 def _with_old_defaults(resolved: ResolvedRun, folder: Path) -> ResolvedRun:
@@ -150,23 +150,22 @@ def _table(name: str) -> str:
 
 
 def refuse(problems: Sequence[Problem], resolved: ResolvedRun | None = None, folder: Path | None = None) -> None:
-    """Raise SpecErrors if there are problems. With `resolved` and `folder`, add the reasons why that run cannot resume the
-    folder's."""
+    """Raise SpecErrors if there are problems. With `resolved` and `folder`, add the reasons why run `resolved` cannot resume the run in
+    `folder`."""
     if problems:
         more = differences(resolved, folder) if resolved is not None and folder is not None else []
         raise SpecErrors([*problems, *more])
 
 
 def print_advice(checked: CheckResult) -> None:
-    """Print what this machine is short of for a run that starts nevertheless: to stderr, a line each."""
+    """Print the resources that this machine lacks for a run that starts nevertheless: to stderr, a line each."""
     for problem in checked.here:
         print(f"advice: {problem}", file=sys.stderr, flush=True)
 
 
 def differences(resolved: ResolvedRun, folder: Path) -> list[Problem]:
-    """Return why this run cannot resume the one in `folder`, or continue from a checkpoint there, which may be another run's.
-    Without a
-    checkpoint there is nothing to resume, and any run may start."""
+    """Return the reasons why this run cannot resume the run in `folder`, or continue from a checkpoint there, which may be another run's.
+    Without a checkpoint any run may start."""
     checkpoints = committed(of_run(folder))
     if not checkpoints:
         return []
@@ -183,7 +182,7 @@ def differences(resolved: ResolvedRun, folder: Path) -> list[Problem]:
 
 
 def _consumed(checkpoints: Sequence[Path]) -> int | None:
-    """Return the samples that a run has consumed by its newest checkpoint; None where none can be read."""
+    """Return the samples that a run has consumed by its newest checkpoint; None if no checkpoint can be read."""
     for path in checkpoints:  # the newest first
         with contextlib.suppress(DamagedCheckpointError, KeyError):
             return int(read_manifest(path).meta["position"]["samples"])
@@ -205,8 +204,8 @@ def start(
 ) -> "Outcome":
     """Start the plan's ranks on this machine and wait until they end. With `recover`, restart them after faults as the run's fleet says.
 
-    Each rank calls `entry` ("module:function") with `arguments`. `owner`: this process, which owns the run folder. `tick` is called
-    several times a second, `notify` is called with messages for the user. Raises LeaseError if it no longer owns the folder.
+    Each rank calls `entry` ("module:function") with `arguments`. `owner`: this process as the owner of the run folder. `tick` is called
+    several times a second, `notify` with messages for the user. Raises LeaseError if this process no longer owns the folder.
     """
     from megalith.control import controller, supervisor  # numpy, which a run that is refused does not need
     from megalith.control.owner import LeaseError
@@ -233,9 +232,8 @@ def start(
 
 
 def own(folder: Path, place: "Place | None") -> "contextlib.AbstractContextManager[Owner | None]":
-    """Own the run folder while the block runs: either as the process that starts the ranks of this machine, or as the first rank,
-    which writes the run's notes and commits its checkpoints. None for other ranks. Raises InUseError if another process owns
-    it."""
+    """Own the run folder while the block runs. The owner is the process that starts the ranks of this machine, or else rank 0, which writes
+    the log and commits checkpoints. Yields None on other ranks. Raises InUseError if another process owns the folder."""
     if place is not None and place.rank > 0:
         return contextlib.nullcontext()
     return _renewed(folder, wide=place is not None and place.local_world < place.world)
@@ -252,9 +250,9 @@ def _renewed(folder: Path, *, wide: bool) -> "Iterator[Owner]":
 def join(
     resolved: ResolvedRun, folder: Path, place: "Place", entry: str, arguments: dict[str, Any], *, owner: "Owner | None" = None
 ) -> int:
-    """Be the rank that torchrun or Slurm started, and return its exit status. Raises an error if the same command would fail again.
+    """Run as the rank that torchrun or Slurm started, and return the exit status. Raises an error if the same command would fail again.
 
-    `owner`: this process as the first rank, which owns the run folder.
+    `owner`: rank 0 as the owner of the run folder; None on other ranks.
     """
     if owner is not None:
         files.save(resolved, folder, origin())
@@ -277,7 +275,8 @@ def join(
 
 
 def _say_in_a_line(error: Exception, place: "Place") -> None:
-    """Print why this rank ends. It lost a peer or has reported a fault, so its stack would only hide the stack that matters."""
+    """Print in one line why this rank ends. It lost a peer or has reported a fault, so its own stack trace would only distract from the
+    cause."""
     if os.environ.get("MEGALITH_TRACEBACK"):
         traceback.print_exc()
     else:
@@ -286,19 +285,19 @@ def _say_in_a_line(error: Exception, place: "Place") -> None:
 
 
 def _await(resolved: ResolvedRun, folder: Path, *, timeout: float) -> None:
-    """Wait until rank 0 has written this run to the folder, which may hold an older run's file before. Raises TimeoutError."""
+    """Wait until rank 0 has written this run's file to the folder, which may still hold an older run's file. Raises TimeoutError."""
     text, path, end = files.dump(resolved), folder / files.FILE, time.monotonic() + timeout
     while not (path.is_file() and path.read_text(encoding="utf-8") == text):
         if time.monotonic() > end:
             raise TimeoutError(
-                f"rank 0 has not written this run to {path} within launch.start_timeout = {timeout:g} s. "
+                f"rank 0 has not written this run's file to {path} within launch.start_timeout = {timeout:g} s. "
                 "All ranks need the same run folder on a shared file system, and the same command."
             )
         time.sleep(0.05)
 
 
 def job(spec: RunSpec, folder: Path, entry: str, arguments: dict[str, Any]) -> Job:
-    """Return the job of all ranks of a run, and of those of its smaller plan, if it has one to fall back to."""
+    """Return the job for all ranks of a run. Its `fallback` is the job for the smaller plan `fleet.fallback`, if there is one."""
     fallback, kept = None, sealed_files(spec, folder) if entry == TRAIN else {}
     if spec.fleet.fallback is not None and entry == TRAIN:
         smaller = spec.model_copy(update={"plan": spec.fleet.fallback, "fleet": spec.fleet.model_copy(update={"fallback": None})})
@@ -321,9 +320,9 @@ def job(spec: RunSpec, folder: Path, entry: str, arguments: dict[str, Any]) -> J
 
 
 def sealed_files(spec: RunSpec, folder: Path) -> dict[str, str]:
-    """Return the files that a run is computed from, as they are now, with their digests; later reads must find the same content.
+    """Return the current digests of the files that determine a run's result; later reads must find the same content.
 
-    spec.json is what the command is about to write, or has written; the data's shards have digests in its manifest.
+    The digest of spec.json is that of the content that this command writes. The data's manifest has the digests of its shards.
     """
     data = Path(spec.data.path)
     plans = [spec.plan, *([spec.fleet.fallback] if spec.fleet.fallback else [])]
@@ -334,23 +333,23 @@ def sealed_files(spec: RunSpec, folder: Path) -> dict[str, str]:
 
 
 def directed_elsewhere(job: Job) -> Job:
-    """Return the job of a node whose ranks another process directs. That process knows which description is right, and checks it
-    before each start: a node that joins late may have a later run file."""
+    """Return the job of a node whose ranks another process directs. The digest of spec.json is left out: the directing process checks it
+    before each start, and a node that joins late may have a later run file."""
     kept = {path: digest for path, digest in job.sealed.items() if Path(path).name != files.SPEC_FILE}
     return replace(job, sealed=kept, fallback=job.fallback and replace(job.fallback, sealed=kept))
 
 
 def identity(spec: RunSpec) -> str:
-    """Return what a run computes, as text, including a digest of its data: other data may lie at the same path. Copies in memory
-    belong to a run only if their identity is its own."""
+    """Return a text that identifies a run's computation, including a digest of its data. Copies in memory belong to a run only if they have
+    the same identity."""
     data = Path(spec.data.path) / manifest.FILE
     samples = sealed.digest(data.read_bytes()) if data.is_file() else ""
     return spec.model_dump_json(exclude={"fleet", "launch", "log", "alerts", "validation", "checkpoint", "name"}) + samples
 
 
 def checkpoints(folder: Path) -> tuple[Copy, ...]:
-    """Return a run's checkpoints as copies of its state, without those of steps that a rewind has undone. If no manifest can
-    be read, return all of them: the run must see that none is usable, and not begin anew."""
+    """Return a run's checkpoints as copies of its state, except those of steps that a rewind has undone. If no manifest can be read, return
+    all checkpoints, so that the run fails instead of starting from the beginning."""
     steps = [int(path.name.removeprefix("step-")) for path in committed(of_run(folder))]
     newest = latest(of_run(folder))
     last = max(steps, default=0) if newest is None else read_manifest(newest).step
@@ -358,7 +357,7 @@ def checkpoints(folder: Path) -> tuple[Copy, ...]:
 
 
 def store_of(owner: "Owner") -> "Callable[[], tuple[Copy, ...]]":
-    """Return a function that lists a run's `checkpoints`. It logs each one with an unusable manifest, once."""
+    """Return a function that lists a run's `checkpoints`. It logs each checkpoint with an unusable manifest once."""
     from megalith import events  # a run that is only checked logs nothing
 
     told = set[Path]()
@@ -376,18 +375,17 @@ def store_of(owner: "Owner") -> "Callable[[], tuple[Copy, ...]]":
 
 
 def admit(spec: RunSpec, folder: Path) -> None:
-    """Check this machine briefly before ranks are first started on it, and print the resources that are short. Raises UnfitError
-    if it is unfit."""
+    """Check this machine briefly before the first start of ranks on it, and print resources that are low. Raises UnfitError if it is
+    unfit."""
     if spec.fleet.looks_before_start:
         admission.admit(folder)
 
 
 def end_with_torchrun(place: "Place | None") -> None:
-    """Have this process end with the torchrun that started it.
+    """Make this process end when the torchrun that started it ends.
 
-    torchrun ends its processes only when it ends normally. If it is killed, its ranks would live on and write to the run folder
-    beside
-    those of the next start.
+    torchrun ends its processes only when it ends normally. If torchrun is killed, its ranks would continue to write to the run folder,
+    together with the ranks of the next start.
     """
     if place is not None and place.kind == "torchrun":
         parent_watch.die_with_parent(os.getppid())

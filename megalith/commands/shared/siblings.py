@@ -1,5 +1,4 @@
-"""The other sites of a run whose sites are all on this machine. A command of its own trains each, in a folder inside the
-run's."""
+"""The other sites of a run whose sites are all on this machine. A separate command trains each site, in a folder inside the run folder."""
 
 import contextlib
 import os
@@ -18,21 +17,21 @@ from megalith.spec.run import RunSpec
 from megalith.spec.sites import folder_of, usual_name
 
 LOG = "train.log"
-"""The output of a further site's command, in the site's folder."""
+"""File in another site's folder for the output of its command."""
 LEAVE_SECONDS = 60.0  # that a site may take to save and end once it is asked to stop
 
 
 class SiteEndedError(RuntimeError):
-    """The command of another site has failed, and the sites that are left cannot merge without it."""
+    """The command of another site has failed, and the remaining sites form no quorum for merges."""
 
     def __init__(self, message: str, status: int) -> None:
-        """`status`: that of the other command; minus a signal's number for one that was killed."""
+        """`status`: exit status of the other command; negative (minus the signal's number) if the command was killed."""
         super().__init__(message)
         self.exit_code = status if status > 0 else ExitCode.LOST
 
 
 class Siblings:
-    """The commands of all sites but the first."""
+    """The commands of all sites except the first."""
 
     def __init__(
         self,
@@ -43,25 +42,27 @@ class Siblings:
         more: Sequence[str],
         named: Callable[[int], str] = usual_name,
     ) -> None:
-        """`quorum`: true of sites that may merge without the others. `more`: further arguments of each command. `named`: the name of a
-        site."""
+        """`quorum`: returns True if these sites may merge without the others. `more`: further arguments of each command. `named`: returns a
+        site's name."""
         self._sites, self._quorum, self._named = tuple(sites), quorum, named
         self._folders = [folder_of(run_dir, site) for site in sites]
         self._processes = [_start(request, folder, site, more) for site, folder in zip(sites, self._folders, strict=True)]
 
     def poll(self) -> None:
-        """Raise SiteEndedError once too few sites are left: nobody starts a site again whose command has failed."""
+        """Raise SiteEndedError once too few sites are left for a quorum. A site whose command has failed is not restarted."""
         ended = {site: process.poll() for site, process in zip(self._sites, self._processes, strict=True)}
         failed = [site for site, status in ended.items() if status is not None and status not in ORDERLY]
         if failed and not self._quorum({0, *self._sites} - set(failed)):
             folders = dict(zip(self._sites, self._folders, strict=True))
             each = "; ".join(f"{self._named(site)} ended with status {ended[site]}: see {folders[site] / LOG}" for site in failed)
-            text = f"{each}. The other sites form no quorum. Run the same command again once the cause is removed"
+            text = (
+                f"{each}. The other sites form no quorum, so the run ends. Run the same command again once the cause is removed"
+            )
             raise SiteEndedError(text, ended[failed[0]] or 0)
 
     def finish(self, code: int, *, patience: float) -> list[str]:
-        """Wait for the other sites, once the first has ended with this status: after status 0 they end by themselves within `patience`
-        seconds, else they are asked to stop. Returns a sentence for each site that ended in another way."""
+        """Wait for the other sites after the first site has ended with status `code`. If it is 0, they should end by themselves within
+        `patience` seconds; otherwise they are asked to stop. Returns a sentence for each site that ended with another status."""
         found = []
         for site, process, folder in zip(self._sites, self._processes, self._folders, strict=True):
             if code or not _ends(process, patience):
@@ -75,8 +76,7 @@ class Siblings:
 
 @contextlib.contextmanager
 def running(request: RunRequest, spec: RunSpec, run_dir: Path, *, more: Sequence[str] = ()) -> Iterator[Siblings]:
-    """Train all other sites while the block trains the first. Starts none if the run file says that this command trains one site
-    alone."""
+    """Train all other sites while the block trains the first. Starts no site if `sites.site` is set: each site then has its own command."""
     sites = range(1, spec.sites.count) if spec.sites is not None and spec.sites.site is None else ()
     if sites:
         os.environ.update(key.of_run(run_dir).variables)  # all of them have the first one's
@@ -105,7 +105,7 @@ def _start(request: RunRequest, folder: Path, site: int, more: Sequence[str]) ->
 
 
 def _ends(process: "subprocess.Popen[bytes]", seconds: float) -> bool:
-    """Wait for a process for at most this time; True if it has ended."""
+    """Wait at most this long for a process; return True if it has ended."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
     return process.poll() is not None

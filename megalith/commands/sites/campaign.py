@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 REPLAYED = "replayed"  # folder of a campaign
 HANG_FLOOR = 600.0
-"""`fleet.hang_floor` of both runs: a site that the campaign slows down does not hang."""
+"""Minimum `fleet.hang_floor` of both runs, so that a site that the campaign slows down does not count as hanging."""
 
 
 def campaign(
@@ -28,7 +28,7 @@ def campaign(
 ) -> "SitesJudgement":
     """Train a run across sites twice, without faults and with `count` faults of `kinds` (default: all), and judge the second run.
 
-    Both runs, and a replay of the second, lie in `folder`, which is emptied first. `minutes`: that both runs may take together."""
+    Both runs, and a replay of the second, are in `folder`, which is emptied first. `minutes`: time limit for both runs together."""
     from megalith.machine.wire import Conditions
     from megalith.rehearse import campaign as runner
     from megalith.rehearse import site_campaign, site_faults, site_judge
@@ -61,7 +61,7 @@ def campaign(
 
 
 def _evidence(spec: "RunSpec", folder: Path) -> "Evidence":
-    """Compare the end of the run with faults with the undisturbed run, or with a replay if its merges were others."""
+    """Compare the final state of the run with faults with that of the undisturbed run, or of a replay if its merges were different."""
     from megalith.rehearse import campaign as runner
     from megalith.rehearse.site_judge import Evidence
     from megalith.spec.phases import Phases
@@ -99,9 +99,7 @@ def _replayed(
 
 def table_of(found: "SitesJudgement") -> Table:
     """Return a table of the outcome of each kind of fault."""
-    caption = (
-        "without: the others went on without a site; on again: seconds from a fault's end until all sites trained, in the median."
-    )
+    caption = "without: faults in which the others continued without a site; on again: median seconds from its end until all sites trained."
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, caption=caption)
     table.add_column("fault", max_width=26)
     for heading in ("handled", "without", "on again"):
@@ -120,7 +118,7 @@ def sentences(found: "SitesJudgement") -> Iterator[str]:
         if found.law == "undisturbed":
             yield f"the faults changed no merge: {same} the run without faults, in all sites"
         else:
-            yield f"the faults changed merges: {same} a replay of the recorded ones"
+            yield f"the faults changed merges: {same} a replay of the recorded merges"
     yield f"samples: {found.lost} lost, {found.doubled} doubled"
     for problem in found.problems:
         yield f"not met: {problem}"

@@ -14,7 +14,7 @@ from megalith.commands.shared.output import print_json
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """The outcome of a replay. `tensors`: those of the merged weights; `different`: names of those that are not the same bit for bit."""
+    """The outcome of a replay. `tensors`: number of tensors of the merged weights; `different`: names of tensors with different bits."""
 
     run_dir: Path
     code: int
@@ -40,7 +40,7 @@ def command(
     out: Annotated[Path | None, typer.Option(help="Run folder of the replay. Default: RUN_DIR-replay.")] = None,
     as_json: Json = False,
 ) -> int:
-    """Train a run across sites again on this machine, with the merges that its log has recorded, and compare the merged weights.
+    """Train a run across sites again on this machine, repeating the merges that its log has recorded, and compare the merged weights.
 
     Sites may have left and joined during the run. The replay goes up to the run's newest checkpoint. Exit status 1 if any bit
     differs.
@@ -51,17 +51,16 @@ def command(
     if as_json:
         print_json({"ok": found.ok} | asdict(found))
     elif found.ok:
-        print(f"the same bits in all {found.tensors} tensors of the merged weights: {found.run_dir}")
+        print(f"all {found.tensors} tensors of the merged weights have the same bits: {found.run_dir}")
     elif found.different:
-        print(f"{len(found.different)} of {found.tensors} tensors differ, {found.different[0]} first", file=sys.stderr)
+        print(f"{len(found.different)} of {found.tensors} tensors differ; the first is {found.different[0]}", file=sys.stderr)
     return 0 if found.ok else found.code or 1
 
 
 def replay(run_dir: Path, others: list[Path] | tuple[Path, ...], out: Path, *, console: Console) -> ReplayResult:
-    """Repeat the merges that `run_dir` and `others` have recorded, in the run folder `out`. Raises SpecErrors before anything
-    starts,
-    RecordError if there is something at `out`, if the merges are not all there or if the run file was changed on the way, and
-    FileNotFoundError for a folder without a run."""
+    """Repeat the merges that `run_dir` and `others` have recorded, in the run folder `out`. Raises SpecErrors before anything starts,
+    RecordError if `out` exists, if merges are missing or if the run file changed during the run, and FileNotFoundError for a folder without
+    a run."""
     from megalith.checkpoint.read import read_full  # torch takes seconds to import
     from megalith.commands.train import train
     from megalith.fleet.exit_codes import ORDERLY
@@ -70,7 +69,7 @@ def replay(run_dir: Path, others: list[Path] | tuple[Path, ...], out: Path, *, c
     from megalith.train.sites.record import RecordError, recorded
 
     if out.exists():
-        raise RecordError(f"{out} exists, and a replay begins in a folder of its own. Name another one with --out, or remove it")
+        raise RecordError(f"{out} exists, but a replay needs a new folder. Name another folder with --out, or remove this one")
     folders = [str(folder.resolve()) for folder in (run_dir, *others)]
     recorded([Path(folder) for folder in folders])  # now, and not from the log of a rank
     request = RunRequest.in_folder(run_dir)

@@ -18,7 +18,7 @@ def austen() -> str:
 
 def _unpack(name: str) -> str:
     folder = files(__name__)
-    mend = "Install Megalith again; the file is part of the package."
+    mend = "Install Megalith again, because the file is part of the package."
     try:
         packed = (folder / f"{name}.xz").read_bytes()
         sums = (folder / "SHA256SUMS").read_text().split()
