@@ -145,7 +145,9 @@ class VerifiedFiles:
         if found != known:
             which = next((i for i, (a, b) in enumerate(zip(found, known, strict=False)) if a != b), len(known))
             at, told = begin + which * BLOCK, f"{known[which]:08x}" if which < len(known) else "missing"
-            raise _WrongError(f"has changed: the checksum of the block at byte {at} is {found[which]:08x}, but should be {told}")
+            raise _WrongError(
+                f"has changed: the checksum of the block from byte {at} on is {found[which]:08x}, but should be {told}"
+            )
         return content
 
     def _map_index(self, name: str, digest: str) -> npt.NDArray[np.int64]:

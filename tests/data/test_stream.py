@@ -259,7 +259,7 @@ def test_all_problems_of_opening_are_named_at_once(prepared):
         "seq_len=0",
         "weights.novels=1 names no domain of the data. Did you mean 'novel'?",
         "weights.words=-1",
-        "leaves out",
+        "has no entry for",
     ):
         assert said in str(error.value)
     with pytest.raises(DataError, match="all 0"):
