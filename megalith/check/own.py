@@ -71,11 +71,8 @@ def admit_part(spec: RunSpec, key: str, name: str) -> None:
 
 
 def own_parts_fit_the_plan(case: Case) -> Found:
-    """An own attention without a core needs whole sequences, and has no core to recompute. Of none is it known what follows the core."""
+    """An own attention without a core needs whole sequences, and has no core to recompute."""
     name = getattr(case.spec.model, "attention", None)
-    if name is not None and case.plan.actions.get("attention.core") == "compress":
-        reason = f"compresses what the core of {name} keeps, and which layer takes its output is not known"
-        yield error("plan.retain.parts", case.plan.retain.parts, reason, "Keep it, or let it wait elsewhere.")
     if name is None or parts.PARTS[name].core:
         return
     if case.plan.context > 1:

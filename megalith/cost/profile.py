@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from megalith.spec.plan import Action
+from megalith.spec.state import Place
 
 Phase = Literal["F", "I", "W"]
 """Forward; the gradient of the part's input, with whatever is recomputed for it; the gradients of its weights."""
@@ -129,6 +130,8 @@ class Profile:
     """The weights held that are factors of products"""
     leaves: float = 0.0
     """Bytes of `saved` that autograd holds, which can wait outside the device (`plan.retain`)."""
+    leaves_for_disk: float = 0.0
+    """Of these, the bytes that wait on disk, if others wait in host memory."""
 
     def flops(self, phase: Phase | None = None) -> float:
         """Floating-point operations, attention in full."""
@@ -223,8 +226,10 @@ class Layout:
     """`none`, `full`, or the names of the recomputed parts with commas."""
     actions: tuple[tuple[str, Action], ...] = ()
     """Other actions for what named parts keep (`Plan.actions`)."""
-    stays: bool = False
-    """True if tensors of no named part stay on the device, although those of some part leave it."""
+    rounded_tile: int = 128
+    """Numbers that share a scale where an action keeps them in 8 bits."""
+    rest: Place = "host"
+    """Where tensors of no named part wait, if some leave the device."""
     attention: Literal["fused", "plain"] = "fused"
     regather: bool = False
     """Split products like Megatron-LM: save a share of the input and gather it again for the weight gradients (Korthikanti et al.
