@@ -179,21 +179,4 @@ class KeepsPacked(Packed):
     def activated(self, activation: Activation, gate: Tensor | None, up: Tensor) -> Tensor:
         if self.recorder is None:
             return Multiply.activated(self, activation, gate, up)
-        if not self.activations:
-            return super().activated(activation, gate, up)
-        return self.mark(_Activated.apply(self, up, *([] if gate is None else [gate])))
-
-
-class _Activated(torch.autograd.Function):
-    """An activation whose factors are kept in 8 bits: one kernel each way."""
-
-    @staticmethod
-    def forward(ctx, multiply: KeepsPacked, *factors: Tensor) -> Tensor:
-        ctx.multiply, ctx.shape = multiply, factors[0].shape
-        ctx.save_for_backward(*map(multiply.packed, factors))
-        return factors[0] * factors[-1]
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        unpacked = (ctx.multiply.unpacked(kept, ctx.shape[-1], grad.dtype) for kept in ctx.saved_tensors)
-        return None, *(grad * factor.view(ctx.shape) for factor in unpacked)
+        return super().activated(activation, gate, up)

@@ -100,7 +100,7 @@ class CompressedAttention:
         self._forward, self._core, self._rounding = forward, core, rounding
         self._inside = False
         # With the tensors, so that no other one gets an address of these.
-        self._known = dict[tuple[int, int, int], tuple[Tensor, Any]]()
+        self._known = dict[tuple[int, int, int], tuple[Tensor, Tensor]]()
         self._channels = 0
         self._out: Tensor | None = None
 
@@ -145,14 +145,19 @@ class CompressedAttention:
         channels = self._channels if after else tensor.shape[-1]  # heads are one dim for the layer after the core
         key = address, int(tensor.storage_offset()), tensor.numel()
         if key not in self._known:
-            self._known[key] = tensor.detach(), _packed(tensor, channels, self._rounding, pack).kept
-        return _Packed(self._known[key][1], channels, tensor.shape, _order(tensor), tensor.dtype)
+            self._known[key] = tensor.detach(), _rows(tensor, channels, self._rounding)
+        # handed over each time: activation checkpointing gives what it was handed back once
+        return _Packed(pack(self._known[key][1]), channels, tensor.shape, _order(tensor), tensor.dtype)
 
 
 def _packed(tensor: Tensor, channels: int, rounding: Rounding, pack: Callable[[Tensor], Any]) -> _Packed:
     """Return a tensor as it is kept. `pack`: the hook around, for its bytes."""
-    rows = tensor.detach().permute(_order(tensor)).reshape(-1, channels)
-    return _Packed(pack(rounding.packed(rows)), channels, tensor.shape, _order(tensor), tensor.dtype)
+    return _Packed(pack(_rows(tensor, channels, rounding)), channels, tensor.shape, _order(tensor), tensor.dtype)
+
+
+def _rows(tensor: Tensor, channels: int, rounding: Rounding) -> Tensor:
+    """Return the bytes of a tensor, whose rows are along the channels."""
+    return rounding.packed(tensor.detach().permute(_order(tensor)).reshape(-1, channels))
 
 
 def _unpacking(unpack: Callable[[Any], Tensor], rounding: Rounding) -> Callable[[Any], Tensor]:

@@ -25,8 +25,8 @@ its own."""
 SEGMENTS, NESTED = "segments", "sqrt"
 """Recomputation that keeps less in memory: in segments of several blocks, and in nested segments."""
 
-ACTIVATION, BOTH_NORMS = "mlp.activation", ("attention_norm", "mlp_norm")
-"""Parts that run again without a product, for the fastest layouts of a search that recompute more than these."""
+ACTIVATION = "mlp.activation"
+"""A part that is formed again without a product."""
 
 IN_SEGMENTS = (SEGMENTS, NESTED)
 """Beginnings of the policies that keep the inputs of segments, not of blocks."""
@@ -116,10 +116,12 @@ def finer(plan: Plan, model: ModelSpec) -> list[Plan]:
     least."""
     light = () if plan.compile else (ACTIVATION,)  # compiled code decides what an activation keeps
     latent = any(isinstance(block.attention, LatentAttentionSpec) for block in set(model.blocks))
-    norms = (*BOTH_NORMS, *((UP_PROJECTION,) if latent else ()))
-    whole = (("mlp", *norms),) if plan.recompute != "selective" else ()
-    kinds = [*((light, (*light, *norms)) if light else (norms,)), *whole]
-    found = [plan.model_copy(update={"recompute": "selective", "recompute_parts": parts}) for parts in kinds]
+    heads = (UP_PROJECTION,) if latent else ()
+    kinds = [light, heads, (*light, *heads)]
+    if plan.recompute != "selective":
+        kinds += [("mlp", *heads), ("attend", *light)]
+    parts = (parts for parts in dict.fromkeys(kinds) if parts)
+    found = [plan.model_copy(update={"recompute": "selective", "recompute_parts": one}) for one in parts]
     if plan.retain.blocks == "device":
         return found if plan.recompute != "none" else []
     stays = [one.model_copy(update={"retain": RetainSpec()}) for one in found]
@@ -127,7 +129,7 @@ def finer(plan: Plan, model: ModelSpec) -> list[Plan]:
     return stays + [plan.model_copy(update={"retain": RetainSpec(parts=parts, folder=plan.retain.folder)}) for parts in some]
 
 
-def gathering(plan: Plan) -> Plan:
+def under_zero_3(plan: Plan) -> Plan:
     """Return the plan under ZeRO 3 if it has a single data rank, for which no other ZeRO is searched than none."""
     return plan.model_copy(update={"zero": 3}) if plan.dp_size == 1 else plan
 

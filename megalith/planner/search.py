@@ -24,10 +24,10 @@ from megalith.planner.candidates import (
     but_microbatch,
     candidates,
     finer,
-    gathering,
     is_ring,
     retained,
     segmented,
+    under_zero_3,
 )
 from megalith.schedule.table import interleaving, kind
 from megalith.spec.cluster import ClusterSpec
@@ -254,7 +254,7 @@ def _elsewhere(
 def _lighter(bases: Sequence[Sized], scorer: "Scorer", shares: Sequence[float]) -> Sized | None:
     """Return the first of some workloads that fits with some of its optimizer's state elsewhere, and its memory: with the least share in
     host memory; with all of it on disk; with that and gradients released; with weights there, too, under ZeRO 3. None: none does."""
-    gathering = [(other, held) for one, held in bases if host.has_weights(other := replace(one, plan=gathering(one.plan)))]
+    gathering = [(other, held) for one, held in bases if host.has_weights(other := replace(one, plan=under_zero_3(one.plan)))]
     freed, both = ([sized for sized in some if released.can_be(sized[0])] for some in (bases, gathering))
     tried: Sequence[tuple[Sequence[Sized], str, Sequence[StateSpec]]] = (
         (bases, "optimizer", [StateSpec(optimizer="host", share=share) for share in shares]),
@@ -324,7 +324,8 @@ def _simulated(waiting: list[BoundedCandidate], known: Sequence[Candidate], scor
 def _finer(ranked: Sequence[Candidate], like: Workload, scorer: "Scorer", most: int) -> list[Candidate]:
     """Return candidates, the fastest first, and for each of the first `most` its fastest form that recomputes or moves smaller parts, if
     that fits and is faster."""
-    forms = {plan: base for base in ranked[:most] for plan in finer(base.plan, like.model)}
+    known = {one.plan for one in ranked[:most]}
+    forms = {plan: base for base in ranked[:most] for plan in finer(base.plan, like.model) if plan not in known}
     others = [replace(like, plan=plan, software_profile=assumed(plan)) for plan in forms]
     scorer.prepare(others, lambda done, total: None)
     sized = ((other, scorer.memory(other)) for other in others)
