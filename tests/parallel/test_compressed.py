@@ -240,3 +240,27 @@ def test_the_loss_falls_as_it_does_with_wide_tensors(retain: dict[str, Any]) -> 
     fallen = wide[0] - sum(wide[-8:]) / 8
     assert fallen > 0.3
     assert abs(sum(found[-8:]) - sum(wide[-8:])) / 8 < 0.02 * fallen
+
+
+def _held(rank: int, specs: list[RunSpec]) -> list[tuple[float, int]]:
+    """Return the loss of a step of each run, and the most bytes that wait on the host."""
+    found = []
+    for spec in specs:
+        trainer = trainer_of(spec)
+        found.append((train_step(trainer, microbatches(trainer, 0), step=0).loss, trainer.tiers["host"].counted.most))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of the compiler
+def test_attention_and_norms_of_compiled_blocks_keep_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda module: compiled(module, backend="aot_eager"))
+    named = {"attention.core": "compress", "attention_norm": "compress", "mlp_norm": "compress"}
+    retain = [{"blocks": "host", "parts": parts} for parts in ({}, named)]
+    runs = [brief_run(plan={"compile": True, "retain": one}, model={"layers": 1}, train={"precision": "bf16"}) for one in retain]
+    (wide, most), (short, less) = run_ranks(_held, 1, runs)[0]
+    assert short == pytest.approx(wide, rel=1e-3)
+    tokens, dim, vectors, channels = 32, 32, 12, 8  # a scale for each norm, query, key, value and output of a head
+    wide_row, short_row = 2 * (2 * dim + vectors * channels), 2 * (dim + 4) + vectors * (channels + 4)
+    assert most - less >= tokens * (wide_row - short_row) > 0
