@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from megalith.schedule.table import kind
 from megalith.spec.model import AttentionSpec, BlockSpec, MlpSpec, MoeSpec
 from megalith.spec.numbers import PRECISIONS, SCALE_BYTES, is_narrow, packs
 from megalith.spec.optimizers import OPTIMIZERS
-from megalith.spec.plan import AUTO, Plan, segment_size
+from megalith.spec.plan import AUTO, EXPERTS_ACTIVATION, Action, Plan, compresses, segment_size
 from megalith.spec.sites import kept, outer_slots
 from megalith.spec.sizes import Count, count_model, own_tensors
 from megalith.spec.state import LOWER, MASTER, UPPER, Slot, bytes_each, bytes_of, gradient
@@ -346,9 +347,31 @@ def _spared_numbers(case: Case, block: BlockSpec, number: int) -> float:
         if block.mlp is not None:
             many, factors = _saved_by_mlp(block.mlp, dim), 3 / 4 if block.mlp.gated else 1
             spared += many * (1 - factors * left)
-    if spec.plan.actions.get("attention.core") == "compress" and block.attention is not None:
-        spared += _saved_by_mixer(block) * (1 - left)
+    if actions := spec.plan.rounding:
+        spared += (1 - left) * _compressed_numbers(block, dim, actions, packed=spared > 0)
     return spared
+
+
+def _compressed_numbers(block: BlockSpec, dim: int, actions: Mapping[str, Action], *, packed: bool) -> float:
+    """About how many numbers a block keeps of a token in 8 bits by the actions for its parts. `packed`: inputs of products and factors of
+    activations are kept so in any case."""
+    norm = "attention_norm" if block.attention else "mamba_norm"
+    found: float = dim * (
+        compresses(actions, norm) * bool(block.attention or block.mamba) + compresses(actions, "mlp_norm") * bool(block.mlp)
+    )
+    if block.attention is not None:
+        found += _saved_by_mixer(block) * compresses(actions, "attention.core")
+    if packed or own_tensors(block, dim):
+        return found
+    mixer = "attention.q" if block.attention else "mamba.x"
+    found += dim * compresses(actions, mixer) * bool(block.attention or block.mamba)
+    if isinstance(block.mlp, MoeSpec):
+        found += dim * compresses(actions, "mlp.experts") + _saved_by_mlp(block.mlp, dim) * compresses(
+            actions, EXPERTS_ACTIVATION
+        )
+    elif block.mlp is not None:
+        found += dim * compresses(actions, "mlp.up") + _saved_by_mlp(block.mlp, dim) * compresses(actions, "mlp.down")
+    return found
 
 
 def _saved_by_mixer(block: BlockSpec) -> int:

@@ -292,6 +292,8 @@ def something_is_narrow(case: Case) -> Found:
     if not is_narrow(precision):
         able = " or ".join(f'"{name}"' for name, row in PRECISIONS.items() if row.tile)
         for key in choices.model_dump(exclude_defaults=True):
+            if key == "tile" and case.plan.rounding:
+                continue  # it is that of parts kept in 8 bits
             reason = f'changes nothing with train.precision = "{precision}", which has no narrow products'
             yield advice(f"precision.{key}", getattr(choices, key), reason, f"Leave it out, or use train.precision = {able}.")
         return

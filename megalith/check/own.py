@@ -71,12 +71,8 @@ def admit_part(spec: RunSpec, key: str, name: str) -> None:
 
 
 def own_parts_fit_the_plan(case: Case) -> Found:
-    """An own attention without a core needs whole sequences, and has no core to recompute. No own attention can compress its
-    core's tensors."""
+    """An own attention without a core needs whole sequences, and has no core to recompute."""
     name = getattr(case.spec.model, "attention", None)
-    if name is not None and case.plan.actions.get("attention.core") == "compress":
-        reason = f"compresses the tensors that the core of {name} keeps, but Megalith does not know which layer takes the core's output"
-        yield error("plan.retain.parts", case.plan.retain.parts, reason, "Keep these tensors, or offload them to host or disk.")
     if name is None or parts.PARTS[name].core:
         return
     if case.plan.context > 1:

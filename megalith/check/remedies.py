@@ -5,7 +5,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from megalith.spec.numbers import BF16, PRECISIONS
-from megalith.spec.plan import COMPRESSED, Action, PartActions
+from megalith.spec.plan import Action, PartActions
 from megalith.spec.problem import Problem
 from megalith.spec.run import RunSpec
 from megalith.spec.state import MASTER
@@ -55,7 +55,7 @@ def _activations(spec: RunSpec) -> Iterator[Change]:
         short: dict[str, Any] = {"precision.kept": "fp8"}
         yield Change(short, 10)
         if plan.recompute in ("none", "selective"):
-            compressed: dict[str, Action] = dict.fromkeys(COMPRESSED, "compress")
+            compressed: dict[str, Action] = {"attention.core": "compress"}
             yield Change(short | {"plan.retain.parts": PartActions(plan.retain.parts | compressed)}, 11)
         for policy in again:  # the block that runs again holds less
             yield Change({"plan.recompute": policy} | short, {"full": 14, "sqrt": 18}[policy])

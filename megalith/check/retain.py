@@ -4,11 +4,14 @@ import os
 from pathlib import Path
 
 from megalith.check.case import Case, Found, advice, error
+from megalith.check.cuts import Cut, tiles_across_ranks
 from megalith.check.memory import existing, unusable
-from megalith.spec.model import LatentAttentionSpec
-from megalith.spec.numbers import BF16, PRECISIONS
-from megalith.spec.plan import COMPRESSED, PARTS, UP_PROJECTION
+from megalith.check.packed import INPUTS
+from megalith.spec.model import BlockSpec, LatentAttentionSpec
+from megalith.spec.numbers import BF16, PRECISIONS, is_narrow, kept_tile
+from megalith.spec.plan import COMPRESSED, EXPERTS_ACTIVATION, NORMS, PARTS, UP_PROJECTION, compresses
 from megalith.spec.problem import near
+from megalith.spec.sizes import own_tensors
 
 
 def _key(case: Case, part: str) -> str:
@@ -41,6 +44,7 @@ def activations_are_formed_again(case: Case) -> Found:
     """Recomputing an activation saves memory only if the trainer decides whether the next product keeps it."""
     plan, parts = case.plan, case.plan.recomputed_parts
     named = [part for part in parts if part.endswith(".activation")]
+    named = [part for part in named if part != EXPERTS_ACTIVATION or not plan.compile]  # experts are not compiled
     if not named:
         return
     other = (
@@ -63,10 +67,7 @@ def latents_make_heads_again(case: Case) -> Found:
     latent = case.model is None or any(isinstance(block.attention, LatentAttentionSpec) for block in case.model.blocks)
     if UP_PROJECTION not in parts:
         return
-    if plan.compile:
-        reason = f'"{UP_PROJECTION}" cannot be recomputed with plan.compile = true: compiled code decides what is kept'
-        yield error(key, parts, reason, f'Leave out "{UP_PROJECTION}", or use compile = false.')
-    elif not latent:
+    if not latent:
         reason = f'"{UP_PROJECTION}" has no effect: no block has latent attention'
         yield advice(key, parts, reason, "Leave it out.")
     elif plan.ulysses > 1:
@@ -89,31 +90,58 @@ def parts_have_one_action(case: Case) -> Found:
         part, outer = inside[0]
         reason = f'sets {others[part]} for "{part}", but "{outer}", which contains it, is recomputed, so its tensors are not kept'
         yield error(key, parts, reason, f'Leave "{part}" out, or recompute less than "{outer}".')
-    if len(places := {action for action in (plan.retain.blocks, *parts.values()) if action in ("host", "disk")}) > 1:
-        reason = f"names {' and '.join(sorted(places))}, but a rank offloads tensors to one place only"
-        yield error(key, parts, reason, "Use the same place for all parts and for plan.retain.blocks.")
-    if others and plan.compile:
-        reason = "does not work with plan.compile = true: compiled code decides what the parts of a block keep"
-        yield error(key, parts, reason, 'Leave the parts out (blocks = "host" or "disk" works), or use compile = false.')
 
 
 def parts_can_be_compressed(case: Case) -> Found:
-    """`compress` keeps attention's tensors in 8 bits if they are in bf16."""
-    parts, key = case.plan.retain.parts, "plan.retain.parts"
+    """Tensors are kept in 8 bits where they are in bf16, and where the trainer itself decides what is kept."""
+    plan, parts, key = case.plan, case.plan.retain.parts, "plan.retain.parts"
     named = [part for part, action in parts.items() if action == "compress"]
+    if not named:
+        return
     for part in (part for part in named if part in PARTS and part not in COMPRESSED):
-        reason = f'cannot compress "{part}": `compress` only works for {", ".join(COMPRESSED)}'
-        yield error(key, parts, reason, 'To keep inputs of products and of activations in 8 bits, use precision.kept = "fp8".')
+        reason = f'cannot compress "{part}": it keeps sums over the whole sequence, in fp32'
+        yield error(key, parts, reason, f'Keep "{part}", or let it wait on the host or on disk.')
     precision = case.spec.train.precision
-    if named and PRECISIONS[precision].compute.name != BF16.name:
-        reason = f'rounds to 8 bits for backward, but needs train.precision = "bf16", not {precision!r}'
+    products = [part for part in named if part not in (*NORMS, "attention.core")]
+    if products and is_narrow(precision):
+        reason = f'compresses "{products[0]}", and what the products of train.precision = "{precision}" keep is their recipe\'s'
+        yield error(key, parts, reason, f'Leave "{products[0]}" out, and use precision.kept = "fp8".')
+    if products and plan.compile:
+        reason = f'compresses "{products[0]}" with plan.compile = true: compiled code decides what products keep'
+        way_out = f'Leave "{products[0]}" out ({", ".join(("attention.core", *NORMS))} are possible), or use compile = false.'
+        yield error(key, parts, reason, way_out)
+    if products and plan.overlap_tensor > 1:
+        reason = f'compresses "{products[0]}", and inputs that are sent in pieces (plan.overlap_tensor = {plan.overlap_tensor}) are kept'
+        yield error(key, parts, reason, f'Leave "{products[0]}" out, or use overlap_tensor = 1.')
+    own = {half for block in (case.model.blocks if case.model else ()) for half in own_tensors(block, case.model.dim)}
+    if foreign := [part for part in named if part.partition(".")[0] in own or (part == "attend" and "attention" in own)]:
+        reason = f'compresses "{foreign[0]}", a part of your own, and which layer takes what is not known'
+        way_out = "Keep it, or let it wait elsewhere."
+        yield error(
+            key, parts, reason, way_out if foreign[0] == "attention.core" else f'{way_out} precision.kept = "fp8" is possible.'
+        )
+    if PRECISIONS[precision].compute.name != BF16.name:
+        reason = f"rounds to 8 bits for backward, and train.precision = {precision!r} promises more than bf16 does"
         yield error(key, parts, reason, 'Use train.precision = "bf16", or keep the part.')
+
+
+def compressed_tiles_lie_inside_shards(case: Case) -> Found:
+    """A rank keeps the numbers that one process keeps only if no tile lies across the border of two ranks' channels."""
+    actions = case.plan.rounding
+
+    def layer_of(number: int, block: BlockSpec, cut: Cut) -> str | None:
+        split = [each for each in cut.layers if each.endswith(INPUTS) and each != "attention.out"]
+        names = ((each, EXPERTS_ACTIVATION if each == "mlp.experts" else each) for each in split)
+        return next((each for each, name in names if compresses(actions, name)), None)
+
+    if actions:
+        yield from tiles_across_ranks(case, kept_tile(case.spec.precision), layer_of, channels="that {} keeps in 8 bits")
 
 
 def kept_tensors_can_leave(case: Case) -> Found:
     """If kept tensors are to be offloaded, at least some are, and the place for them is usable."""
     retain, plan = case.plan.retain, case.plan
-    if retain.place == "device":
+    if not retain.places:
         for name, value, unused in (("share", retain.share, 1.0), ("folder", retain.folder, "")):
             if value != unused:
                 yield advice(f"plan.retain.{name}", value, 'has no effect with plan.retain.blocks = "device"', "Leave it out.")
@@ -126,9 +154,9 @@ def kept_tensors_can_leave(case: Case) -> Found:
         blocks = len(case.model.blocks)
         reason = f"is less than 1 of {blocks} blocks, so nothing leaves the device"
         yield error("plan.retain.share", retain.share, reason, f"Use share >= {-(-1000 // blocks) / 1000:g}.")
-    if retain.place != "disk" and retain.folder:
-        yield advice("plan.retain.folder", retain.folder, f'has no effect with blocks = "{retain.place}"', "Leave it out.")
-    if retain.place == "disk" and case.files and retain.folder:
+    if "disk" not in retain.places and retain.folder:
+        yield advice("plan.retain.folder", retain.folder, "has no effect where nothing waits on disk", "Leave it out.")
+    if "disk" in retain.places and case.files and retain.folder:
         there = existing(Path(retain.folder))
         if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
             yield error("plan.retain.folder", retain.folder, unusable(there), "Give a folder on each node's own disk.")

@@ -216,6 +216,7 @@ RULES: tuple[Rule, ...] = (
     Rule("retain", retain.latents_make_heads_again),
     Rule("retain", retain.parts_have_one_action),
     Rule("retain", retain.parts_can_be_compressed),
+    Rule("retain", retain.compressed_tiles_lie_inside_shards),
     Rule("memory", memory.state_fits),
     Rule("memory", memory.optimizer_is_sharded),
     Rule("memory", memory.state_elsewhere_can_be_had),

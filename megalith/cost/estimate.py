@@ -298,9 +298,10 @@ def _retained_seconds(workload: Workload, setting: Setting, traced: Parts, here:
     away = workload.plan.retain.away
     if not away:
         return 0.0
+    away /= (traced.segments.size if traced.segments else 1) * workload.plan.sides
     size = away * sum(traced.blocks[kind].leaves * times for kind, times in here.blocks)
-    size /= traced.segments.size if traced.segments else 1
-    moving = host.move_seconds(workload, size / workload.plan.sides)
+    for_disk = away * sum(traced.blocks[kind].leaves_for_disk * times for kind, times in here.blocks)
+    moving = host.move_seconds(workload, size, for_disk)
     both = (_beside(moving, computing.total, setting) for computing in (stage.forward, stage.backward))
     return workload.microbatches * sum(both)
 

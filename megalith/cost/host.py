@@ -82,13 +82,16 @@ def read_seconds(workload: Workload, numbers: float) -> float:
     return numbers * workload.plan.state.weights_away * bytes_each([MASTER]) / rate
 
 
-def move_seconds(workload: Workload, size: float) -> float:
-    """Return the seconds to move this many bytes of activations to their place (`plan.retain`), or back."""
+def move_seconds(workload: Workload, size: float, for_disk: float) -> float:
+    """Return the seconds to move this many bytes of activations to where they wait (`plan.retain`), or back."""
     host = workload.cluster.host
-    link = size / (host.link or LINK)
-    if workload.plan.retain.place != "disk":
-        return link
-    return max(link, size / (DISK if host.disk_bandwidth is None else host.disk_bandwidth / _devices(workload.cluster)))
+    disk = DISK if host.disk_bandwidth is None else host.disk_bandwidth / _devices(workload.cluster)
+    return max(size / (host.link or LINK), on_disk(workload, size, for_disk) / disk)
+
+
+def on_disk(workload: Workload, size: float, for_disk: float) -> float:
+    """Return how many of these bytes of activations wait on disk. `for_disk`: as many as do if others wait in host memory."""
+    return for_disk if "host" in workload.plan.retain.places else size
 
 
 def seconds(workload: Workload, numbers: float) -> float:

@@ -199,6 +199,7 @@ def _rank(
     logits = parts.head.saved + parts.head.working if here.head else 0.0
     retain = workload.plan.retain
     waiting = retain.away * sum(map(mul, flying, own.leaves))
+    far = host.on_disk(workload, waiting, retain.away * sum(map(mul, flying, own.for_disk)))
     coming = 0 if not retain.away else 1 if retain.share < 1 else 2  # a block's, and those of the one before it
     working = overheads.working * own.working + coming * own.largest_leaves + rounding
     saved = sum(map(mul, flying, own.saved)) - waiting + _recorded(parts, here, flying, graphed)
@@ -224,10 +225,8 @@ def _rank(
         reserve=overheads.reserve,
         non_torch=outside + _apart(workload, parts, here, graphed),
         rank=rank,
-        host=sum(s[3] for s in state)
-        + (host.streamed(workload) if on_disk else rest * away)
-        + waiting * (retain.place == "host"),
-        disk=sum(s[4] for s in state) + (DISK_SLOTS * rest * away if on_disk else 0.0) + waiting * (retain.place == "disk"),
+        host=sum(s[3] for s in state) + (host.streamed(workload) if on_disk else rest * away) + waiting - far,
+        disk=sum(s[4] for s in state) + (DISK_SLOTS * rest * away if on_disk else 0.0) + far,
     )
 
 
@@ -278,7 +277,9 @@ class _Own(NamedTuple):
     working: float
     """Largest temporary bytes of a block."""
     leaves: tuple[float, ...]
-    """Bytes of `saved` that can be offloaded."""
+    """Bytes of `saved` that can wait outside the device."""
+    for_disk: tuple[float, ...]
+    """Of these, the bytes that wait on disk, if others wait in host memory."""
     largest_leaves: float
     """Largest number of bytes of one block that can be offloaded."""
 
@@ -312,12 +313,13 @@ def _own(parts: Parts, here: RankParts) -> _Own:
         saved = tuple(saved for saved, _ in found)
         # a segment keeps its input only, all of which can leave
         x = max((block.leaves for block, _ in blocks), default=0.0)
-        return _Own(largest, saved, max((working for _, working in found), default=0.0), saved, x)
+        return _Own(largest, saved, max((working for _, working in found), default=0.0), saved, (0.0,) * len(saved), x)
     return _Own(
         largest=largest,
         saved=tuple(sum(parts.blocks[kind].saved * times for kind, times in chunk) for chunk in here.chunks),
         working=max((block.working for block, _ in blocks), default=0.0),
         leaves=tuple(sum(parts.blocks[kind].leaves * times for kind, times in chunk) for chunk in here.chunks),
+        for_disk=tuple(sum(parts.blocks[kind].leaves_for_disk * times for kind, times in chunk) for chunk in here.chunks),
         largest_leaves=max((block.leaves for block, _ in blocks), default=0.0),
     )
 

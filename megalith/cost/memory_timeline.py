@@ -20,6 +20,18 @@ DOES: dict[str, tuple[Phase, ...]] = {"F": ("F",), "B": ("I", "W"), "I": ("I",),
 """Computation of a schedule -> phases of a profile."""
 
 
+class Away(NamedTuple):
+    """Bytes that wait outside the device."""
+
+    size: float = 0.0
+    disk: float = 0.0
+    """Those of `size` that wait on disk. The others are in host memory."""
+
+    def plus(self, other: "Away", times: int = 1) -> "Away":
+        """Return the sum with `times` the other bytes."""
+        return Away(self.size + times * other.size, self.disk + times * other.disk)
+
+
 class Part(NamedTuple):
     """One part of a stage."""
 
@@ -28,9 +40,9 @@ class Part(NamedTuple):
     profiles: tuple[Profile, ...]
     weights: Numbers
     gathered: Numbers
-    """Bytes of the part's weights in a gather."""
-    away: float
-    """Bytes of the part's activations that are offloaded between forward and backward."""
+    """The bytes in which its weights are gathered."""
+    away: Away
+    """Bytes of what its forward leaves that wait outside the device until its backward."""
 
 
 class MemoryPoint(NamedTuple):
@@ -41,7 +53,7 @@ class MemoryPoint(NamedTuple):
     gradients: float
     activations: float
     buffers: float
-    elsewhere: float
+    elsewhere: Away
 
     @property
     def total(self) -> float:
@@ -63,7 +75,7 @@ def moments(
         if action.kind == "F":
             yield from timeline.forward(timeline.stages[action.stage])
         elif action.kind == "FETCH":
-            timeline.move(-timeline.stages[action.stage].last)
+            timeline.move(timeline.stages[action.stage].last, -1)
         elif action.kind in DOES:
             reduces = then is not None and (then.kind, then.stage) == ("REDUCE", action.stage)
             begins, forms = action.kind in BACKWARDS, action.kind in WEIGHT_GRADIENTS
@@ -83,11 +95,11 @@ class _Stage:
     saved: tuple[float, ...]
     """Bytes that a microbatch's forward keeps in each part."""
     inside: tuple[float, ...]
-    """Largest additional bytes during the backward of each part."""
-    coming: tuple[float, ...]
-    """Bytes that are fetched when the backward of each part begins: those of the nearest offloaded part before it."""
-    last: float
-    """Bytes of the last offloaded part, which are fetched before the stage's backward."""
+    """The most that the backward of each part holds in addition to what forward left."""
+    coming: tuple[Away, ...]
+    """Bytes that come back to the device when the backward of each part begins: those of the last part before it that left."""
+    last: Away
+    """Bytes of the last part that left, which come back before the stage's backward."""
     shares: list[float]
     """Bytes of this rank's share of each part's reduced gradients."""
     sums: list[float]
@@ -104,7 +116,7 @@ class _Timeline:
         stages: Mapping[int, tuple[Part, ...]],
         segments: Mapping[int, tuple[tuple[int, ...], ...]],
     ) -> None:
-        plan, self.workload, self.traced, self.kept, self.elsewhere = workload.plan, workload, traced, 0.0, 0.0
+        plan, self.workload, self.traced, self.kept, self.elsewhere = workload.plan, workload, traced, 0.0, Away()
         self.stages = {number: self._stage(parts, segments[number]) for number, parts in stages.items()}
         mesh = Mesh.of(plan)
         copies, shards = (mesh.state[1], mesh.experts[1]), workload.shards
@@ -138,11 +150,11 @@ class _Timeline:
                 graphs = sum(again.inside[number].saved for number in run) - self.traced.blocks[run[0]].saved
                 saved[-1] *= len(run) == 1  # one input for all blocks of the segment
                 inside[-1] = max(graphs + again.inside[part.block].working, 0.0)
-        coming, left = [0.0] * len(parts), [number for number, part in enumerate(parts) if part.away]
+        coming, left = [Away()] * len(parts), [number for number, part in enumerate(parts) if part.away.size]
         further: dict[int | None, int] = {run[0]: len(run) - 1 for run in segments}
         for number, then in pairwise(left):  # a segment's backward begins with its last block
             coming[then + further.get(parts[then].block, 0)] = parts[number].away
-        last = parts[left[-1]].away if left else 0.0
+        last = parts[left[-1]].away if left else Away()
         return _Stage(parts, tuple(saved), tuple(inside), tuple(coming), last, [0.0] * len(parts), [0.0] * len(parts))
 
     def moment(self, *, weights: float = 0.0, gradients: float = 0.0, activations: float = 0.0) -> MemoryPoint:
@@ -153,9 +165,9 @@ class _Timeline:
         buffers = self.joined + arrived * (not release)
         return MemoryPoint(weights, gradients, self.kept + activations, buffers, self.elsewhere)
 
-    def move(self, size: float) -> None:
-        """Count offloaded activations; a negative size is fetched."""
-        self.kept, self.elsewhere = self.kept - size, self.elsewhere + size
+    def move(self, away: Away, times: int = 1) -> None:
+        """Count activations that leave the device; with `times` -1 they come back."""
+        self.kept, self.elsewhere = self.kept - times * away.size, self.elsewhere.plus(away, times)
 
     def forward(self, stage: _Stage) -> Iterator[MemoryPoint]:
         """Count a forward. A part's activations are offloaded when its forward ends, so the peak may be just before that.
@@ -163,11 +175,11 @@ class _Timeline:
         head = self.traced.head
         for number, part in enumerate(stage.parts):
             self.kept += stage.saved[number]
-            if part.away or part is stage.parts[-1]:
+            if part.away.size or part is stage.parts[-1]:
                 logits = head.working if any(one is head for one in part.profiles) else 0.0
                 yield self.moment(weights=_times(part.weights, self.gathers), activations=logits)
             self.move(part.away)
-        if stage.last:
+        if stage.last.size:
             yield self.moment()  # now the most is elsewhere
 
     def backward(self, stage: _Stage, *, begins: bool, forms: bool, reduces: bool) -> Iterator[MemoryPoint]:
@@ -179,7 +191,7 @@ class _Timeline:
             weights, messages = self._gathered(part, stage.parts[number - 1] if number else None)
             new = self.workload.gradient_bytes * sum(part.weights)
             made = self.workload.width * sum(part.weights) if narrow else 0.0 if stage.sums[number] else new
-            self.move(-stage.coming[number] * begins)
+            self.move(stage.coming[number], -begins)
             held = self.moment(weights=weights, gradients=made * forms + self.waits, activations=stage.inside[number])
             yield held._replace(buffers=messages + held.buffers)
             if forms:

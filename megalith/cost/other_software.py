@@ -8,17 +8,16 @@ from megalith.cost.cores import PairedExperts, fused_collect, fused_norm, fused_
 from megalith.cost.profile import DENSE_MLP, Layout
 from megalith.cost.recorder import Recorder
 from megalith.kernels.cross_entropy import Loss
-from megalith.kernels.elements import E4M3
 from megalith.kernels.grouped import Sizes
+from megalith.kernels.kept import Packed
 from megalith.kernels.multiply import Activation, Multiply
 from megalith.kernels.packed import once, width_of
-from megalith.kernels.quantise import Scaling
 from megalith.models.batch import Batch
 from megalith.models.block import Attention
 from megalith.models.latent import LatentAttention
 from megalith.models.moe import Moe
 from megalith.models.norm import RMSNorm
-from megalith.parallel.recompute import FORMED, SEAMS, TILE, apply_actions, apply_recompute
+from megalith.parallel.recompute import FORMED, SEAMS, apply_actions, apply_recompute
 from megalith.spec.plan import EXPERTS_ACTIVATION, UP_PROJECTION, Action, Plan
 
 
@@ -37,8 +36,8 @@ def swap_kernels(part: nn.Module, layout: Layout) -> None:
 
 
 def recompute(module: nn.Module, recorder: Recorder, layout: Layout) -> None:
-    """Apply the actions of `layout` to the tensors that parts of a block keep for backward."""
-    recorder.stays = layout.stays
+    """Give parts of a block their actions for what they keep for backward."""
+    recorder.rest = layout.rest
     if layout.recompute == "full":
         apply_recompute(module, 0, blocks=1, plan=Plan(recompute="full"))
         return
@@ -54,7 +53,7 @@ def recompute(module: nn.Module, recorder: Recorder, layout: Layout) -> None:
             _forget_inputs(module.get_submodule("attention.core"), recorder)
         names = [name for name in names if name not in (EXPERTS_ACTIVATION, UP_PROJECTION)]
     again: dict[str, Action] = {name: "recompute" for name in names if name != "none" and name and _has(module, name)}
-    apply_actions(module, {**again, **dict(layout.actions)}, KeepsPacked(TILE, recorder))
+    apply_actions(module, {**again, **dict(layout.actions)}, KeepsPacked(layout.rounded_tile, recorder))
 
 
 def _forget_inputs(core: nn.Module, recorder: Recorder) -> None:
@@ -147,17 +146,21 @@ PACKING, UNPACKING = (108.0, 50), (40.0, 9)
 """(Bytes moved for each number, kernels for each tensor) of plain operations that convert to 8 bits, and back."""
 
 
-class KeepsPacked(Multiply):
-    """Products whose inputs are kept for backward in 8 bits, with an fp32 scale for each `tile` numbers of a row (0: for a
-    row). `recorder`: given for wide products, whose inputs are only rounded for keeping, together with the factors of the
-    activation before them."""
+class KeepsPacked(Packed):
+    """Products whose inputs are kept for backward in 8 bits, with a scale in fp32 for each `tile` numbers of a row (0: for a row).
+    `recorder`: of wide products, for which numbers are rounded only to be kept. Then so are the factors of the activation before."""
 
-    def __init__(self, tile: int, recorder: Recorder | None = None) -> None:
-        super().__init__()
-        self.scaling, self.recorder = Scaling(E4M3, (1, tile)), recorder
+    def __init__(self, tile: int, recorder: Recorder | None = None, *, inputs: bool = True, activations: bool = True) -> None:
+        super().__init__(tile, inputs=inputs, activations=activations)
+        self.recorder = recorder
+
+    def for_layer(self, *, inputs: bool, activations: bool) -> Multiply:
+        return KeepsPacked(self.scaling.block[1], self.recorder, inputs=inputs, activations=activations)
 
     def packed(self, x: Tensor) -> Tensor:
-        """Return x [..., columns] in its kept form."""
+        """Return x [..., columns] as it is kept."""
+        if self.recorder is not None:
+            self.recorder.rounded.add(x.untyped_storage()._cdata)
         shape = x.numel() // x.shape[-1], width_of(x.shape[-1], self.scaling)
         return once(x, self.scaling, lambda: self._moving(PACKING, x.new_empty(shape, dtype=torch.uint8)))
 
@@ -174,28 +177,5 @@ class KeepsPacked(Multiply):
 
     def activated(self, activation: Activation, gate: Tensor | None, up: Tensor) -> Tensor:
         if self.recorder is None:
-            return super().activated(activation, gate, up)
-        return _Activated.apply(self, up, *([] if gate is None else [gate]))  # pyright: ignore[reportReturnType]
-
-    def keeping(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, sizes: Sizes | None = None
-    ) -> tuple[Tensor, Tensor]:
-        return self.fprop(x, weight, bias, sizes=sizes), self.packed(x)
-
-    def restored(self, kept: Tensor, inputs: int, dtype: torch.dtype) -> Tensor:
-        return self.unpacked(kept, inputs, dtype)
-
-
-class _Activated(torch.autograd.Function):
-    """An activation whose factors are kept in 8 bits: one kernel in forward and one in backward."""
-
-    @staticmethod
-    def forward(ctx, multiply: KeepsPacked, *factors: Tensor) -> Tensor:
-        ctx.multiply, ctx.shape = multiply, factors[0].shape
-        ctx.save_for_backward(*map(multiply.packed, factors))
-        return factors[0] * factors[-1]
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        unpacked = (ctx.multiply.unpacked(kept, ctx.shape[-1], grad.dtype) for kept in ctx.saved_tensors)
-        return None, *(grad * factor.view(ctx.shape) for factor in unpacked)
+            return Multiply.activated(self, activation, gate, up)
+        return super().activated(activation, gate, up)

@@ -232,7 +232,7 @@ def _seen(block: BlockSpec | None, layout: Layout) -> Layout:
     if block is None or block.attention is None:
         unseen |= {"ulysses": 1, "context_method": "ring", "summed": False, "attention": "fused", "rotary": True}
     if block is None:
-        unseen |= {"recompute": "none", "actions": (), "stays": False}
+        unseen |= {"recompute": "none", "actions": (), "rest": "host", "rounded_tile": 128}
     else:  # the head's alone
         unseen |= {"loss": "fused"}
     return replace(layout, **unseen)

@@ -10,9 +10,9 @@ from typing import Any
 
 from megalith.cost.constants import Calibration, calibration
 from megalith.cost.gathered import gathered, kept, wide
-from megalith.cost.host import streamed
+from megalith.cost.host import on_disk, streamed
 from megalith.cost.memory import Memory, compared_bytes, every_rank, non_torch, numbers, shares, updated, whole_bytes
-from megalith.cost.memory_timeline import DOES, MemoryPoint, Part, moments
+from megalith.cost.memory_timeline import DOES, Away, MemoryPoint, Part, moments
 from megalith.cost.narrow.ways import rounding_bytes
 from megalith.cost.parts import Numbers, Parts, parts
 from megalith.cost.profile import PHASES, Core, Phase, Profile
@@ -185,14 +185,13 @@ def _here(workload: Workload, traced: Parts, place: int) -> _Here:
     )
 
 
-def _away(
-    workload: Workload, traced: Parts, numbers: Sequence[int | None], cut: tuple[tuple[int, ...], ...]
-) -> tuple[float, ...]:
-    """Bytes that each part of a stage offloads. Only blocks offload activations, and a segment only its first block's input."""
+def _away(workload: Workload, traced: Parts, numbers: Sequence[int | None], cut: tuple[tuple[int, ...], ...]) -> tuple[Away, ...]:
+    """Bytes that leave the device in each part of a stage: only blocks leave, and of a segment only its first block's input."""
     retain, inside = workload.plan.retain, {number for run in cut for number in run[1:]}
+    leaving = (None if number is None or number in inside or not retain.leaves(number) else number for number in numbers)
+    blocks = (None if number is None else traced.blocks[number] for number in leaving)
     return tuple(
-        0.0 if number is None or number in inside or not retain.leaves(number) else traced.blocks[number].leaves
-        for number in numbers
+        Away(block.leaves, on_disk(workload, block.leaves, block.leaves_for_disk)) if block else Away() for block in blocks
     )
 
 
@@ -269,9 +268,10 @@ def _elsewhere(workload: Workload, traced: Parts, here: _Here, place: int) -> di
 
 
 def _waiting(workload: Workload, traced: Parts, here: _Here) -> dict[str, float]:
-    """Peak bytes of offloaded activations, by their tier (`plan.retain`)."""
-    retain = workload.plan.retain
-    return {retain.place: max(moment.elsewhere for moment in _moments(workload, traced, here))} if retain.away else {}
+    """The most bytes of activations that wait outside the device, by the tier (`plan.retain`)."""
+    points = [moment.elsewhere for moment in _moments(workload, traced, here)]
+    most = {"host": max(one.size - one.disk for one in points), "disk": max(one.disk for one in points)}
+    return {place: most[place] for place in workload.plan.retain.places}
 
 
 def _traffic(workload: Workload, traced: Parts, here: _Here) -> Iterator[Traffic]:

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from megalith.spec.plan import Action
+from megalith.spec.state import Place
 
 Phase = Literal["F", "I", "W"]
 """F: forward. I: gradient of the part's input, including recomputation. W: gradients of the part's weights."""
@@ -129,7 +130,9 @@ class Profile:
     multiplied: tuple[MultipliedWeight, ...] = ()
     """The weights on the rank that are factors of products"""
     leaves: float = 0.0
-    """Bytes of `saved` that autograd holds, which can be offloaded (`plan.retain`)."""
+    """Bytes of `saved` that autograd holds, which can wait outside the device (`plan.retain`)."""
+    leaves_for_disk: float = 0.0
+    """Of these, the bytes that wait on disk, if others wait in host memory."""
 
     def flops(self, phase: Phase | None = None) -> float:
         """FLOPs, with attention in full."""
@@ -223,9 +226,11 @@ class Layout:
     recompute: str = "none"
     """`none`, `full`, or the names of the recomputed parts with commas."""
     actions: tuple[tuple[str, Action], ...] = ()
-    """Other actions for tensors that named parts keep (`Plan.actions`)."""
-    stays: bool = False
-    """True if only named parts offload tensors, so that all other tensors stay on the device."""
+    """Other actions for what named parts keep (`Plan.actions`)."""
+    rounded_tile: int = 128
+    """Numbers that share a scale where an action keeps them in 8 bits."""
+    rest: Place = "host"
+    """Where tensors of no named part wait, if some leave the device."""
     attention: Literal["fused", "plain"] = "fused"
     regather: bool = False
     """Split products like Megatron-LM: save a share of the input and gather it again for the weight gradients (Korthikanti et al.

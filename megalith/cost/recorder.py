@@ -4,14 +4,15 @@ operations, bytes moved, and bytes of live storages."""
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalith.cost.profile import Collective, Core, Exchanged, Layout, Phase, Product
-from megalith.parallel.retain import leaves_now
+from megalith.parallel.retain import place_now
+from megalith.spec.state import Place
 
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"})
 FREE = frozenset(
@@ -82,10 +83,12 @@ class Recorder(TorchDispatchMode):
         self._results: set[int] = set()
         self._factors: Counter[int] = Counter()
         self._packed: Counter[int] = Counter()
-        self._staying: set[int] = set()
-        self.stays = False
-        """True if only named parts of a block offload tensors"""
+        self._places: dict[int, Place] = {}
+        self.rest: Place = "host"
+        """The place for what no named part of a block keeps"""
         self._inner: set[int] = set()
+        self.rounded: set[int] = set()
+        """Storages that were kept in 8 bits"""
         self.fused = frozenset[str]()
         self.merged = False
         self.rides = False
@@ -178,7 +181,8 @@ class Recorder(TorchDispatchMode):
         self._results.discard(key)
         self._factors.pop(key, None)
         self._packed.pop(key, None)
-        self._staying.discard(key)
+        self.rounded.discard(key)
+        self._places.pop(key, None)
         self._inner.discard(key)
         self.alive -= self._held.pop(key, 0)
 
@@ -193,14 +197,19 @@ class Recorder(TorchDispatchMode):
         """Record that autograd keeps this tensor for backward."""
         key = tensor.untyped_storage()._cdata
         self._packed[key] += 1
-        if not leaves_now(not self.stays):
-            self._staying.add(key)
+        place = place_now(self.rest)
+        self._places[key] = min(place, self._places.get(key, place), key=get_args(Place).index)  # the nearest
         return tensor
 
-    def packed_bytes(self, x: Tensor) -> int:
-        """Return the bytes that autograd keeps for backward and that can be offloaded, including those of the input `x`,
-        which are not counted as live."""
-        leaving = self._packed.keys() - self._staying
+    def keeps(self, x: Tensor) -> bool:
+        """Return False if the input `x` is kept for backward in 8 bits only."""
+        key = x.untyped_storage()._cdata
+        return key in self._packed or key not in self.rounded
+
+    def packed_bytes(self, x: Tensor, place: Place) -> int:
+        """Return the bytes that autograd keeps for backward in a place outside the device, with those of the input `x`, which are not
+        counted among the living."""
+        leaving = {key for key in self._packed if self._places[key] == place}
         return sum(self._held.get(key, 0) for key in leaving) + (bytes_of(x) if x.untyped_storage()._cdata in leaving else 0)
 
     def spared(self, layout: Layout) -> float:

@@ -173,9 +173,10 @@ def _run(
             out = module(x, batch)
         result = out.objective if isinstance(out, Loss) else out
         given = 0 if isinstance(out, Loss) else bytes_of(result)
-        saved = recorder.alive - given + (0 if inputs is None else bytes_of(x))
+        saved = recorder.alive - given + (bytes_of(x) if inputs is not None and recorder.keeps(x) else 0)
         spared = recorder.spared(layout) if layout.kept < layout.width else 0.0
-        held = recorder.packed_bytes(x) - spared
+        disk = recorder.packed_bytes(x, "disk")
+        held = recorder.packed_bytes(x, "host") + disk - spared
         grad, chunked = torch.empty_like(result), layout.loss == "chunked" and isinstance(out, Loss)
         del out
         recorder.phase = "I"
@@ -187,7 +188,7 @@ def _run(
         recorder.phase = "W"
         queue.run_all()
     profile = _profile(module, recorder, layout, saved - spared, working, given, block)
-    return replace(profile, leaves=float(max(0, held)))
+    return replace(profile, leaves=float(max(0, held)), leaves_for_disk=float(disk))
 
 
 def _profile(

@@ -9,9 +9,20 @@ from megalith.mesh import Mesh
 from megalith.schedule import representative_microbatches
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.model import ModelSpec
-from megalith.spec.numbers import PRECISIONS, PrecisionSpec, is_narrow, is_packed, packed_tile, packs, stays_wide, tile_of
+from megalith.spec.numbers import (
+    BF16,
+    PRECISIONS,
+    PrecisionSpec,
+    is_narrow,
+    is_packed,
+    kept_tile,
+    packed_tile,
+    packs,
+    stays_wide,
+    tile_of,
+)
 from megalith.spec.optimizers import OPTIMIZERS
-from megalith.spec.plan import BLOCK, Action, Plan
+from megalith.spec.plan import BLOCK, Action, Plan, place_of
 from megalith.spec.sizes import layer_of, multiplied
 from megalith.spec.state import GRADIENT, LOWER, MASTER, WIDE, Moments, Slot, bytes_each, gradient
 
@@ -129,9 +140,8 @@ _layers: dict[tuple[int, Narrow], tuple[ModelSpec, tuple[tuple[str, ...], ...]]]
 
 
 def computed(precision: str, choices: PrecisionSpec) -> tuple[str, Narrow | None]:
-    """Return the compute format of Megalith's trainer, and the narrow precision of some layers (or None), for a run's
-    precision and choices."""
-    if packs(choices, precision):
+    """Return the format that this project's trainer computes in, and what is narrower, for a run's precision and its choices."""
+    if packs(choices, precision) or (choices.tile and precision == BF16.name):
         return precision, Narrow(precision, choices)
     if not is_narrow(precision):
         return precision, None
@@ -254,9 +264,9 @@ class Workload:
     def layout(self) -> Layout:
         """The properties of the workload that change a part's figures."""
         plan, software_profile = self.plan, self.software_profile
-        actions: tuple[tuple[str, Action], ...] = tuple(
-            (part, action) for part, action in plan.actions.items() if part != BLOCK and action != "recompute"
-        )
+        only = plan.retain.places[0] if len(plan.retain.places) == 1 else None  # the same trace is for either place
+        of: dict[str, Action] = {part: "host" if action == only else action for part, action in plan.actions.items()}
+        actions = tuple((part, action) for part, action in of.items() if part != BLOCK and action != "recompute")
         return Layout(
             microbatch=plan.microbatch,
             seq_len=self.seq_len,
@@ -270,7 +280,8 @@ class Workload:
             expert_tensor=plan.expert_tensor,
             recompute=",".join(plan.recomputed_parts) or "none",
             actions=actions,
-            stays=plan.actions[BLOCK] == "keep" and plan.retain.away > 0,
+            rounded_tile=kept_tile(self.narrow.choices if self.narrow is not None and plan.rounding else PrecisionSpec()),
+            rest=place_of(of[BLOCK]) if plan.retain.places else "host",
             attention=software_profile.attention,
             regather=software_profile.overheads not in ("eager", "compiled") and plan.tensor > 1,
             fused=software_profile.overheads in ("fused", "packaged"),

@@ -22,9 +22,14 @@ class Packed(Multiply):
     """Plain products whose inputs are kept in E4M3, with a scale in fp32 for each tile of a row. Layers that multiply the same tensor keep
     it once."""
 
-    def __init__(self, tile: int) -> None:
+    def __init__(self, tile: int, *, inputs: bool = True, activations: bool = True) -> None:
+        """`inputs`: so are inputs that no activation gave; `activations`: so are an activation's factors, and its result as an input."""
         super().__init__()
-        self.scaling = Scaling(E4M3, (1, tile))
+        self.scaling, self.inputs, self.activations = Scaling(E4M3, (1, tile)), inputs, activations
+
+    def for_layer(self, *, inputs: bool, activations: bool) -> Multiply:
+        """Return the same recipe for a layer of which only some tensors are kept in 8 bits."""
+        return type(self)(self.scaling.block[1], inputs=inputs, activations=activations)
 
     @classmethod
     def of(cls, choices: PrecisionSpec) -> Self:
@@ -39,17 +44,28 @@ class Packed(Multiply):
         return unpack(kept, columns, self.scaling, dtype)
 
     def activated(self, activation: Activation, gate: Tensor | None, up: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            return super().activated(activation, gate, up)
-        return _Activated.apply(activation, gate, up, self)  # pyright: ignore[reportReturnType]
+        if self.activations and torch.is_grad_enabled():
+            return self.mark(_Activated.apply(activation, gate, up, self))
+        return self.mark(super().activated(activation, gate, up))
+
+    @staticmethod
+    def mark(out: Any) -> Tensor:
+        """Return the result of an activation, which `keeping` then knows."""
+        setattr(out, _RESULT, True)
+        return out
 
     def keeping(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, sizes: Sizes | None = None
     ) -> tuple[Tensor, Tensor]:
-        return self.fprop(x, weight, bias, sizes=sizes), self.packed(x)
+        short = self.activations if hasattr(x, _RESULT) else self.inputs
+        return self.fprop(x, weight, bias, sizes=sizes), self.packed(x) if short else x
 
     def restored(self, kept: Tensor, inputs: int, dtype: torch.dtype) -> Tensor:
-        return self.unpacked(kept, inputs, dtype)
+        return self.unpacked(kept, inputs, dtype) if kept.dtype == torch.uint8 else super().restored(kept, inputs, dtype)
+
+
+_RESULT = "_megalith_result"
+"""Attribute of a tensor that an activation gave."""
 
 
 class _Activated(torch.autograd.Function):

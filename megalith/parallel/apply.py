@@ -25,14 +25,14 @@ from megalith.parallel.groups import Groups
 from megalith.parallel.moe_overlap import dispatches_tokens, forward
 from megalith.parallel.passes import Runner
 from megalith.parallel.precision import apply_precision, matrices, share_maxima
-from megalith.parallel.recompute import apply_recompute
+from megalith.parallel.recompute import apply_recompute, rounding_of
 from megalith.parallel.reduction import Reducer
-from megalith.parallel.retain import Retention, Tier
+from megalith.parallel.retain import Retention, Tiers
 from megalith.parallel.source import Put
 from megalith.parallel.tensor import Split, split_part
 from megalith.spec.model import ModelSpec
 from megalith.spec.numbers import PrecisionSpec, recipe_of, settled
-from megalith.spec.plan import BLOCK, Plan, segment_size, segments
+from megalith.spec.plan import BLOCK, Plan, place_of, segment_size, segments
 from megalith.spec.sizes import tied_names
 
 
@@ -51,16 +51,16 @@ class Builder:
         choices: PrecisionSpec | None = None,
         gradients: str = "fp32",
         aside: Put | None = None,
-        tier: Tier | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
-        """With `seed` None, weights are left unset, to be loaded. `choices`: options of a narrow precision. `gradients`: the number format
-        in which gradients are added up. `aside`: moves master weights off the device until it is known which ones stay there, so that
-        building never holds all of them. `tier`: holds the tensors that blocks save for backward, if `plan.retain` says so."""
+        """`seed` None: weights are left unset, to be loaded. `choices`: those of a narrow precision. `gradients`: the number format in
+        which they are added up. `aside`: takes master weights where they wait until it is known which stay, so that building never
+        holds all of them. `tiers`: take what blocks keep for backward, if `plan.retain` says so."""
         self.spec, self.plan, self.groups, self.device, self.seed = spec, plan, groups, device, seed
         self.choices = settled(choices or PrecisionSpec(), precision)
         self.dtypes, self.products = Dtypes.of(precision, gradients=gradients), recipe_of(self.choices, precision)
         self.split = Split(groups.tensor, sequence=plan.sequence, pieces=plan.overlap_tensor)
-        self.tied, self.aside, self.tier = tied_names(spec), aside, tier
+        self.tied, self.aside, self.tiers = tied_names(spec), aside, tiers or {}
         self.reducer = Reducer()
         self.by_name: dict[str, Weight] = {}  # everything this rank holds, under its name in the whole model
         self.context = ContextGroups.build(plan, groups)
@@ -85,7 +85,8 @@ class Builder:
             if self.plan.context > 1:
                 split_context(part, self.context)
             for number, block in self._blocks(name, part):
-                apply_recompute(block, number, blocks=len(self.spec.blocks), plan=self.plan)
+                how = {"plan": self.plan, "rounding": rounding_of(self.choices)}
+                apply_recompute(block, number, blocks=len(self.spec.blocks), **how)
                 if self.plan.compile:
                     block.compile()
             recipes = {parameter: recipe for module, recipe in narrow.items() for parameter in matrices(module)}
@@ -98,11 +99,11 @@ class Builder:
 
     def _retention(self, stage: Stage) -> Retention | None:
         """Return the blocks of a stage whose saved tensors leave the device; None if all stay."""
-        if self.tier is None:
+        if not self.tiers:
             return None
         blocks = ((at, name.removeprefix("blocks."), part) for at, (name, part) in enumerate(stage.parts()))
         away = {at: part for at, number, part in blocks if number.isdecimal() and self.plan.retain.leaves(int(number))}
-        return Retention(away, self.tier, self.device, leaves=self.plan.actions[BLOCK] != "keep")
+        return Retention(away, self.tiers, self.device, rest=place_of(self.plan.actions[BLOCK]))
 
     def _blocks(self, name: str, part: nn.Module) -> list[tuple[int, nn.Module]]:
         """The blocks of a part and their numbers; the blocks of MTP modules are numbered after the model's own blocks."""

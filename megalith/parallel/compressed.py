@@ -1,10 +1,12 @@
-"""Attention whose queries, keys, values and output are kept for backward in 8 bits.
+"""Parts of blocks that keep their tensors for backward in 8 bits: inputs of products and of norms, factors of activations, and queries,
+keys, values and output of attention.
 
-Forward does not change. The backward of attention and the gradient of the following weight use the rounded numbers. A tile inside the
-channels of one head and token shares a scale in fp32, a power of two, so every plan rounds the same numbers in the same way.
+Forward does not change. Backward computes with rounded numbers: the gradients of the weights, and those of activations, norms and
+attention. A tile inside the channels of one token, and in attention of one head, shares a scale in fp32, a power of two. So every plan
+rounds the same numbers in the same way.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,7 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from megalith.kernels.multiply import Multiply
+from megalith.models.block import Block
+from megalith.models.moe import Experts
 from megalith.parallel.remade import surrounding_hooks
+from megalith.spec.plan import EXPERTS_ACTIVATION, NORMS, Action, compresses
 
 SHORT = (torch.bfloat16, torch.float16)
 """The dtypes of tensors that are rounded. Sums of exponentials, which are fp32, are not rounded."""
@@ -29,6 +35,30 @@ class Rounding(Protocol):
         """Return the numbers [rows, columns] of a kept form."""
         ...
 
+    def for_layer(self, *, inputs: bool, activations: bool) -> Multiply:
+        """Return products that keep their inputs so, or the factors and results of activations."""
+        ...
+
+
+def compress(block: nn.Module, actions: Mapping[str, Action], rounding: Rounding) -> None:
+    """Let a block keep in 8 bits what the actions for its parts say. Before other actions wrap these parts."""
+    if "compress" not in actions.values():
+        return
+    for name in NORMS:
+        norm = getattr(block, name, None)
+        if norm is not None and compresses(actions, name):
+            norm.forward = RoundedInput(norm.forward, rounding)
+    attention = block.attention if isinstance(block, Block) else None
+    if attention is not None and compresses(actions, "attention.core"):
+        CompressedAttention.replace(attention, rounding)
+    for path, module in list(block.named_modules()):
+        if type(getattr(module, "multiply", None)) is not Multiply or path == "attention.out":
+            continue  # a recipe decides itself; what attention gives is kept with its other tensors
+        inputs = compresses(actions, path)
+        activations = compresses(actions, EXPERTS_ACTIVATION) if isinstance(module, Experts) else inputs
+        if inputs or activations:
+            module.multiply = rounding.for_layer(inputs=inputs, activations=activations)
+
 
 @dataclass(frozen=True)
 class _Packed:
@@ -41,14 +71,36 @@ class _Packed:
     dtype: torch.dtype
 
 
-class Compressed:
-    """Forward of an attention whose core keeps its tensors in 8 bits. The layer after the core keeps the same bytes of its output."""
+class RoundedInput:
+    """The forward of a norm that keeps its input in 8 bits. It is not compiled."""
+
+    def __init__(self, forward: Callable[..., Tensor], rounding: Rounding) -> None:
+        self._forward, self._rounding = forward, rounding
+
+    @torch.compiler.disable
+    def __call__(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return self._forward(x)
+        pack, unpack = surrounding_hooks()
+        address, channels = x.untyped_storage()._cdata, x.shape[-1]
+
+        def put(tensor: Tensor) -> Any:
+            its_input = tensor.untyped_storage()._cdata == address and tensor.numel() == x.numel()
+            return _packed(tensor, channels, self._rounding, pack) if its_input and tensor.dtype in SHORT else pack(tensor)
+
+        with saved_tensors_hooks(put, _unpacking(unpack, self._rounding)):
+            return self._forward(x)
+
+
+class CompressedAttention:
+    """The forward of an attention whose core keeps its tensors in 8 bits. The layer after the core keeps the same bytes of its output. It
+    is not compiled: compiled code would decide what is kept."""
 
     def __init__(self, forward: Callable[..., Tensor], core: Callable[..., Tensor], rounding: Rounding) -> None:
         self._forward, self._core, self._rounding = forward, core, rounding
         self._inside = False
         # With the tensors, so that no other one gets an address of these.
-        self._known = dict[tuple[int, int, int], tuple[Tensor, Any]]()
+        self._known = dict[tuple[int, int, int], tuple[Tensor, Tensor]]()
         self._channels = 0
         self._out: Tensor | None = None
 
@@ -61,15 +113,11 @@ class Compressed:
         core.forward = compressed._attend
         out.register_forward_pre_hook(compressed._leave)
 
+    @torch.compiler.disable
     def __call__(self, *args: Any) -> Tensor:
         pack, unpack = surrounding_hooks()
-        rounding = self._rounding
-
-        def back(kept: Any) -> Tensor:
-            return _restored(kept, unpack(kept.kept), rounding) if isinstance(kept, _Packed) else unpack(kept)
-
         try:
-            with saved_tensors_hooks(lambda tensor: self._put(tensor, pack), back):
+            with saved_tensors_hooks(lambda tensor: self._put(tensor, pack), _unpacking(unpack, self._rounding)):
                 return self._forward(*args)
         finally:
             self._known, self._out = {}, None
@@ -98,9 +146,24 @@ class Compressed:
         channels = self._channels if after else tensor.shape[-1]  # heads are one dim for the layer after the core
         key = address, int(tensor.storage_offset()), tensor.numel()
         if key not in self._known:
-            rows = tensor.detach().permute(_order(tensor)).reshape(-1, channels)
-            self._known[key] = tensor.detach(), pack(self._rounding.packed(rows))
-        return _Packed(self._known[key][1], channels, tensor.shape, _order(tensor), tensor.dtype)
+            self._known[key] = tensor.detach(), _rows(tensor, channels, self._rounding)
+        # handed over each time: activation checkpointing gives what it was handed back once
+        return _Packed(pack(self._known[key][1]), channels, tensor.shape, _order(tensor), tensor.dtype)
+
+
+def _packed(tensor: Tensor, channels: int, rounding: Rounding, pack: Callable[[Tensor], Any]) -> _Packed:
+    """Return a tensor as it is kept. `pack`: the hook around, for its bytes."""
+    return _Packed(pack(_rows(tensor, channels, rounding)), channels, tensor.shape, _order(tensor), tensor.dtype)
+
+
+def _rows(tensor: Tensor, channels: int, rounding: Rounding) -> Tensor:
+    """Return the bytes of a tensor, whose rows are along the channels."""
+    return rounding.packed(tensor.detach().permute(_order(tensor)).reshape(-1, channels))
+
+
+def _unpacking(unpack: Callable[[Any], Tensor], rounding: Rounding) -> Callable[[Any], Tensor]:
+    """Return the hook that gives back what is kept. `unpack`: the hook around."""
+    return lambda kept: _restored(kept, unpack(kept.kept), rounding) if isinstance(kept, _Packed) else unpack(kept)
 
 
 def _order(tensor: Tensor) -> tuple[int, ...]:

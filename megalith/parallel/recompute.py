@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -15,11 +16,11 @@ from megalith.models.block import Block
 from megalith.models.latent import LatentAttention
 from megalith.models.mlp import Mlp
 from megalith.models.moe import Experts, Moe
-from megalith.parallel.compressed import Compressed, Rounding
+from megalith.parallel.compressed import Rounding, compress
 from megalith.parallel.remade import remake
 from megalith.parallel.retain import PlacedFunction
-from megalith.spec.numbers import PRECISIONS
-from megalith.spec.plan import BLOCK, EXPERTS_ACTIVATION, UP_PROJECTION, Action, Plan, recomputed
+from megalith.spec.numbers import PrecisionSpec, kept_tile
+from megalith.spec.plan import BLOCK, EXPERTS_ACTIVATION, UP_PROJECTION, Action, Plan, place_of, recomputed
 
 SEAMS = {"attend": "attend", "mlp.experts": "mlp.run", "mlp.shared": "mlp.shared_expert"}
 """Parts of a block that do not correspond to exactly one module, and the methods that compute them."""
@@ -27,10 +28,6 @@ SEAMS = {"attend": "attend", "mlp.experts": "mlp.run", "mlp.shared": "mlp.shared
 FORMED = {"mlp.activation": (Mlp, Experts), EXPERTS_ACTIVATION: (Experts,)}
 """Parts whose result is formed again from its factors for the gradient of the next weight, so that no module runs again -> their
 modules."""
-
-
-TILE = PRECISIONS["fp8"].tile
-"""The number of elements that share a scale in tensors kept in 8 bits."""
 
 
 class Checkpointed:
@@ -45,12 +42,13 @@ class Checkpointed:
 
 
 class LatentsKept:
-    """Latent attention that keeps its latents. For backward it makes queries, keys and values from them again; its core does not run again
-    (DeepSeek-V3, arXiv:2412.19437, section 3.2.3)."""
+    """Latent attention that keeps its latents, and makes queries, keys and values of them again for the backward of its core, which runs
+    once (DeepSeek-V3, arXiv:2412.19437, section 3.2.3). It is not compiled."""
 
     def __init__(self, attention: LatentAttention) -> None:
         self.attention = attention
 
+    @torch.compiler.disable
     def __call__(self, source: Tensor, latent: Tensor, batch: Batch) -> Tensor:
         attention = self.attention
         return remake(
@@ -72,33 +70,40 @@ def unwrapped(module: nn.Module, name: str) -> Callable[..., Any]:
     return method.unwrapped if isinstance(method, Checkpointed) else method
 
 
-def apply_recompute(block: nn.Module, number: int, *, blocks: int, plan: Plan) -> None:
-    """Recompute a block, or apply the actions that `plan` names to its parts. A block without attention or MLP lacks some of these parts.
-    Raises AttributeError for a part that no block has."""
+def apply_recompute(block: nn.Module, number: int, *, blocks: int, plan: Plan, rounding: Rounding | None = None) -> None:
+    """Recompute a block, or give the parts of it that `plan` names their actions. A block with only one half lacks some of these parts.
+    `rounding`: the format in 8 bits; None: the usual one. Raises AttributeError for a part that no block has."""
+    rounding = rounding or rounding_of(PrecisionSpec())
     if recomputed(number, blocks=blocks, policy=plan.recompute):
+        apply_actions(block, plan.rounding, rounding)  # what runs again rounds as the other blocks do
         block.forward = Checkpointed(block.forward)
     else:
-        apply_actions(block, plan.actions, Packed(TILE))
+        apply_actions(block, plan.actions, rounding)
 
 
 def apply_actions(block: nn.Module, actions: Mapping[str, Action], rounding: Rounding) -> None:
-    """Apply actions to the named parts of a block: how each keeps its tensors for backward. `rounding`: the 8-bit format."""
+    """Give parts of a block, by their names, their actions for the tensors that they keep for backward. `rounding`: the format in 8
+    bits."""
+    compress(block, actions, rounding)
     for name, action in actions.items():
         half = name.partition(".")[0]
-        if name == BLOCK or (half != "attend" and getattr(block, half) is None):
+        if name == BLOCK or action == "compress" or (half != "attend" and getattr(block, half) is None):
             continue
-        if action == "compress":
-            Compressed.replace(block.get_submodule(half), rounding)
-        elif action == "recompute":
+        if action == "recompute":
             _run_again(block, name)
         else:
-            _wrap(block, name, partial(PlacedFunction, leaves=action != "keep"))
+            _wrap(block, name, partial(PlacedFunction, place=place_of(action)))
 
 
-def apply_rounding(part: nn.Module, plan: Plan) -> None:
-    """Apply only the actions that change numbers to the blocks in a part, for the single process that proves a plan."""
+def rounding_of(choices: PrecisionSpec) -> Rounding:
+    """Return the format in 8 bits of tensors that parts of blocks keep."""
+    return Packed(kept_tile(choices))
+
+
+def apply_rounding(part: nn.Module, plan: Plan, choices: PrecisionSpec) -> None:
+    """Give the blocks in a part the actions that change numbers, and no others, as one process has them that proves the plan."""
     for block in (module for module in part.modules() if isinstance(module, Block)):
-        apply_actions(block, plan.rounding, Packed(TILE))
+        apply_actions(block, plan.rounding, rounding_of(choices))
 
 
 def _run_again(block: nn.Module, name: str) -> None:

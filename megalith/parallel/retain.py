@@ -1,22 +1,23 @@
 """Moves tensors that blocks keep for backward to the host's memory or to a file, and brings them back before that backward.
 
-Hooks get each tensor that autograd saves (`torch.autograd.graph.saved_tensors_hooks`). At the end of a block's forward, the memory of these
-tensors moves to a tier. Views of the same memory move once. Tensors that are held elsewhere too stay on the device: weights, buffers,
-tensors of the microbatch, and tensors of named parts of the block that stay there (`PlacedFunction`). Backward gets the same bits with the
-same strides, so it computes the same bits.
+Autograd hands over each tensor that it saves (`torch.autograd.graph.saved_tensors_hooks`). At the end of a block's forward, the memory of
+these tensors moves to a tier. Views of one memory move once, to the nearest of their places. What other parts of the step hold as well
+stays on the device: weights, buffers, tensors of the microbatch, and what a part of the block keeps there by its name
+(`PlacedFunction`). Backward gets the same bits with the same strides, so it computes the same bits.
 """
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from megalith.models.batch import Batch
+from megalith.spec.state import Place
 
 
 class PendingFetch(Protocol):
@@ -43,11 +44,16 @@ class Tier(Protocol):
         ...
 
 
+Tiers: TypeAlias = Mapping[Place, Tier]
+"""The tier of each place where tensors wait."""
+
+
 class _Memory:
     """Memory of saved tensors. It is freed with the last of these tensors."""
 
-    def __init__(self, whole: Tensor) -> None:
+    def __init__(self, whole: Tensor, place: Place) -> None:
         self._here: Tensor | None = whole
+        self.place = place
         self._copy: OffloadedCopy | None = None
         self._coming: PendingFetch | None = None
 
@@ -85,27 +91,28 @@ class SavedTensor:
         return (whole if whole.dtype == self.dtype else whole.view(self.dtype)).as_strided(self.size, self.stride, self.offset)
 
 
-_placed: list[bool] = []
-"""For each named part of a block that is running, True if its tensors leave the device. The list is global to the process, because a
-forward does not pause inside a part."""
+_placed: list[Place] = []
+"""The place for the tensors of each named part of a block that is running. Of the process: a forward does not pause inside a part."""
 
 
 class PlacedFunction:
-    """A function of a named part of a block. Its tensors leave the device or stay there, independently of the rest of the block."""
+    """A function of a part of a block, whose tensors have their own place, whatever that of the block around it is. Compiled code is cut
+    here: what one compiled piece keeps has one place."""
 
-    def __init__(self, function: Callable[..., Any], *, leaves: bool) -> None:
-        self.function, self.leaves = function, leaves
+    def __init__(self, function: Callable[..., Any], *, place: Place) -> None:
+        self.function, self.place = function, place
 
+    @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any) -> Any:
-        _placed.append(self.leaves)
+        _placed.append(self.place)
         try:
             return self.function(*args)
         finally:
             _placed.pop()
 
 
-def leaves_now(otherwise: bool) -> bool:
-    """Return True if tensors that are saved now leave the device; `otherwise`: the result outside named parts."""
+def place_now(otherwise: Place) -> Place:
+    """Return where tensors that are saved now wait; `otherwise`: the place outside of named parts."""
     return _placed[-1] if _placed else otherwise
 
 
@@ -138,10 +145,10 @@ class OffloadShelf(Shelf):
 
     moves = True
 
-    def __init__(self, tier: Tier, stays: frozenset[int], device: torch.device, *, leaves: bool = True) -> None:
-        """`stays`: addresses of the memory that does not leave; `device`: the computing device; `leaves`: True if tensors outside named
-        parts leave too."""
-        self._tier, self._stays, self._device, self._leaves = tier, stays, device, leaves
+    def __init__(self, tiers: Tiers, stays: frozenset[int], device: torch.device, *, rest: Place) -> None:
+        """`stays`: the memory that does not leave, by its address; `device`: the one that computes; `rest`: the place for tensors that no
+        named part keeps."""
+        self._tiers, self._stays, self._device, self._rest = tiers, stays, device, rest
         self._memories: dict[int, _Memory] = {}  # by address, while the forward runs
         # On the device by a part that is named; held, so that no other memory gets an address of these.
         self._kept = list[Tensor]()
@@ -155,20 +162,25 @@ class OffloadShelf(Shelf):
         address, size, each = storage._cdata, storage.nbytes(), tensor.element_size()
         if address in self._stays or not size or size % each or tensor.device != self._device:
             return tensor
-        if not leaves_now(self._leaves):
+        place = place_now(self._rest)
+        if place == "device":
             self._kept.append(tensor.detach())
             return tensor
         if (memory := self._memories.get(address)) is None:
             # an as_strided view, not a copy: what is saved may still be written, such as a buffer that is filled piece by piece
-            memory = self._memories[address] = _Memory(tensor.detach().as_strided((size // each,), (1,), 0))
+            memory = self._memories[address] = _Memory(tensor.detach().as_strided((size // each,), (1,), 0), place)
+        if place == "host":
+            memory.place = place
         return SavedTensor(memory, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def leave(self) -> None:
         kept = {tensor.untyped_storage()._cdata for tensor in self._kept}  # nothing would be freed
         memories = [memory for address, memory in self._memories.items() if address not in kept]
-        copies = self._tier.put([memory.whole() for memory in memories])
-        for memory, copy in zip(memories, copies, strict=True):
-            memory.leave(copy)
+        for place, tier in self._tiers.items():
+            if leaving := [memory for memory in memories if memory.place == place]:
+                copies = tier.put([memory.whole() for memory in leaving])
+                for memory, copy in zip(leaving, copies, strict=True):
+                    memory.leave(copy)
         self._left = [weakref.ref(memory) for memory in memories]
         self._memories, self._kept = {}, []
 
@@ -185,11 +197,11 @@ def unpack_saved(kept: Tensor | SavedTensor) -> Tensor:
 
 
 class Retention:
-    """The parts of a stage whose saved tensors leave the device, by their numbers, and the tier for them."""
+    """The parts of a stage whose saved tensors leave the device, by their numbers, and the tiers for them."""
 
-    def __init__(self, parts: Mapping[int, nn.Module], tier: Tier, device: torch.device, *, leaves: bool = True) -> None:
-        """`leaves`: True if tensors outside the named parts of a block leave too."""
-        self._parts, self._tier, self._device, self._leaves = parts, tier, device, leaves
+    def __init__(self, parts: Mapping[int, nn.Module], tiers: Tiers, device: torch.device, *, rest: Place) -> None:
+        """`rest`: the place for what no named part of a block keeps."""
+        self._parts, self._tiers, self._device, self._rest = parts, tiers, device, rest
 
     def shelf(self, number: int, batch: Batch) -> Shelf:
         """Return an empty shelf for the forward of a part."""
@@ -198,7 +210,7 @@ class Retention:
             return STAYS
         held = (*part.parameters(), *part.buffers(), *_tensors(batch))
         stays = frozenset(tensor.untyped_storage()._cdata for tensor in held)
-        return OffloadShelf(self._tier, stays, self._device, leaves=self._leaves)
+        return OffloadShelf(self._tiers, stays, self._device, rest=self._rest)
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:

@@ -4,14 +4,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import product
 from math import gcd
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from megalith.cost.network import domain_of
 from megalith.schedule import schedule_problems
 from megalith.schedule.table import SCHEDULES
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.model import AttentionSpec, LatentAttentionSpec, ModelSpec, MoeSpec
-from megalith.spec.plan import Plan, StateSpec, Zero
+from megalith.spec.plan import UP_PROJECTION, PartActions, Plan, RetainSpec, StateSpec, Zero
 from megalith.spec.sizes import own_tensors
 
 POLICIES: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -24,6 +24,9 @@ it alone."""
 
 SEGMENTS, NESTED = "segments", "sqrt"
 """Recomputation policies that keep less: segments of several blocks, and nested segments."""
+
+ACTIVATION = "mlp.activation"
+"""A part that is formed again without a product."""
 
 IN_SEGMENTS = (SEGMENTS, NESTED)
 """Beginnings of the names of policies that keep inputs of segments instead of inputs of blocks."""
@@ -107,6 +110,35 @@ def retained(plan: Plan, blocks: int, shares: Iterable[float]) -> list[Plan]:
     places = [*({"blocks": "host", "share": share} for share in some), *([{"blocks": "disk", "share": 1.0}] if some else [])]
     plans = [plan.model_copy(update={"retain": plan.retain.model_copy(update=place)}) for place in places]
     return [one for one in plans if one.retained(blocks)]
+
+
+def finer(plan: Plan, model: ModelSpec) -> list[Plan]:
+    """Return forms of a plan that recomputes or moves whole blocks or MLPs, in which that is done to smaller parts. The first recompute
+    least."""
+    light = () if plan.compile else (ACTIVATION,)  # compiled code decides what an activation keeps
+    latent = any(isinstance(block.attention, LatentAttentionSpec) for block in set(model.blocks))
+    heads = (UP_PROJECTION,) if latent else ()
+    kinds = [light, heads, (*light, *heads)]
+    if plan.recompute != "selective":
+        kinds += [("mlp", *heads), ("attend", *light)]
+    parts = (parts for parts in dict.fromkeys(kinds) if parts)
+    found = [plan.model_copy(update={"recompute": "selective", "recompute_parts": one}) for one in parts]
+    if plan.retain.blocks == "device":
+        return found if plan.recompute != "none" else []
+    stays = [one.model_copy(update={"retain": RetainSpec()}) for one in found]
+    some = [PartActions({part: plan.retain.blocks}) for part in ("attend", "mlp")] if plan.recompute == "none" else []
+    return stays + [plan.model_copy(update={"retain": RetainSpec(parts=parts, folder=plan.retain.folder)}) for parts in some]
+
+
+def under_zero_3(plan: Plan) -> Plan:
+    """Return the plan under ZeRO 3 if it has a single data rank, for which no other ZeRO is searched than none."""
+    return plan.model_copy(update={"zero": 3}) if plan.dp_size == 1 else plan
+
+
+def but_microbatch(plan: Plan) -> tuple[Any, ...]:
+    """Return all choices of a plan except the microbatch."""
+    split = plan.tensor, plan.context, plan.context_method, plan.ulysses, plan.pipeline, plan.expert, plan.expert_tensor
+    return *split, plan.schedule, plan.chunks, plan.zero, plan.replicate, plan.recompute, plan.recompute_parts
 
 
 def segmented(plan: Plan, blocks: int) -> list[Plan]:

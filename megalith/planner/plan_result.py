@@ -365,8 +365,9 @@ def short(plan: Plan) -> str:
     place = "disk" if plan.state.optimizer == "disk" else "o"
     more = " weights" * (plan.state.weights != "device") + " released" * plan.state.release
     away = f" {place}{100 * plan.state.away:.0f}{more}" if plan.state.away else ""
-    retain = "a-disk" if plan.retain.place == "disk" else "a"
-    away += f" {retain}{100 * plan.retain.away:.0f}" if plan.retain.away else ""
+    retain = "a-disk" if plan.retain.places == ("disk",) else "a"
+    of = f" {'+'.join(plan.retain.parts)}" if plan.retain.blocks == "device" else f"{100 * plan.retain.away:.0f}"
+    away += f" {retain}{of}" if plan.retain.away else ""
     return f"{tensor}{context}{pipeline}{expert}d{plan.data} z{plan.zero}{copies} m{plan.microbatch}{away}"
 
 

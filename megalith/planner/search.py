@@ -3,7 +3,7 @@ schedule without a closed form is simulated if the plan could be among the best.
 
 from bisect import insort
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from heapq import heapify, heappop, heapreplace
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -17,7 +17,18 @@ from megalith.cost.prefill import prefill, prefill_memory
 from megalith.cost.software import OURS, software_profile_of
 from megalith.cost.time import Setting
 from megalith.cost.workload import Narrow, SoftwareProfile, Workload
-from megalith.planner.candidates import NESTED, SEGMENTS, Space, candidates, is_ring, retained, segmented
+from megalith.planner.candidates import (
+    NESTED,
+    SEGMENTS,
+    Space,
+    but_microbatch,
+    candidates,
+    finer,
+    is_ring,
+    retained,
+    segmented,
+    under_zero_3,
+)
 from megalith.schedule.table import interleaving, kind
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.model import ModelSpec
@@ -73,17 +84,11 @@ class SearchResult:
         return self.choices[0] if self.choices else None
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "choices": [choice.to_json() for choice in self.choices],
-            "pareto": [choice.to_json() for choice in self.pareto],
-            "looked_at": self.looked_at,
-            "too_large": self.too_large,
-            "closest": self.closest.to_json() if self.closest else None,
-            "refused": self.refused,
-            "offloaded": self.offloaded,
-            "runnable": self.runnable.to_json() if self.runnable else None,
-            "recomputed": self.recomputed,
-        }
+        def of(value: Any) -> Any:
+            some = [one.to_json() for one in value] if isinstance(value, tuple) else value
+            return some.to_json() if isinstance(some, Candidate) else some
+
+        return {field.name: of(getattr(self, field.name)) for field in fields(self)}
 
 
 def search(
@@ -112,24 +117,8 @@ def search(
     `tick` gets the number of new parts traced so far, and of all new parts."""
     scorer, space = scorer or Scorer(calibration()), space or Space()
     plans = candidates(model, cluster, seq_len=seq_len, global_batch=global_batch, space=space)
-    workloads = [
-        Workload(
-            model,
-            plan,
-            cluster,
-            seq_len,
-            global_batch,
-            format,
-            assumed(plan, software),
-            optimizer,
-            moments,
-            master,
-            gradients,
-            narrow=narrow,
-            outer=outer,
-        )
-        for plan in plans
-    ]
+    how = {"optimizer": optimizer, "moments": moments, "master": master, "gradients": gradients, "narrow": narrow, "outer": outer}
+    workloads = [Workload(model, plan, cluster, seq_len, global_batch, format, assumed(plan, software), **how) for plan in plans]
     scorer.prepare(workloads, tick)
     rings, exchanges = ([one for one in workloads if is_ring(one.plan) == ring] for ring in (True, False))
     sorter, most = _Sorter(scorer, space), 4 * top
@@ -142,7 +131,12 @@ def search(
             break
         sorter.add(workload)
     here = _simulated(sorter.waiting, sorter.fitting, scorer, most=most)
+    parts = bool(workloads) and workloads[0].software_profile.ours and "selective" in dict(space.policies)
+    if parts:
+        here = _finer(here, workloads[0], scorer, top)
     ranked = _simulated(sorter.offloaded, here, scorer, most=most)
+    if parts and len(ranked) > len(here):
+        ranked = _finer(ranked, workloads[0], scorer, top)
     best, refused = _first_valid(ranked, top, valid, differ)
     runnable = next(iter(_first_valid(here, 1, valid)[0]), None)
     closest = None if best or sorter.least is None else _choice(*sorter.least, scorer)
@@ -181,7 +175,7 @@ class _Sorter:
     def add(self, workload: Workload) -> None:
         """Sort in a workload. Workloads that only differ in the microbatch must come in ascending order."""
         scorer, space = self.scorer, self.space
-        size, others = workload.plan.microbatch, _but_microbatch(workload.plan)
+        size, others = workload.plan.microbatch, but_microbatch(workload.plan)
         if self._smallest.get(others, size) < size and not (space.offload and released.can_be(workload)):
             self.too_large += 1
             return
@@ -214,12 +208,6 @@ class _Sorter:
         if not scorer.fits(workload, replace(held, reserve=held.reserve + CLOSE * held.total)):
             more = [one for one in _again(workload, held, scorer, self.space.again) if one[0] is not workload]
             self.waiting += [BoundedCandidate(scorer.busy(one), one, needed) for one, needed in more]
-
-
-def _but_microbatch(plan: Plan) -> tuple[Any, ...]:
-    """Return all choices of a plan except the microbatch."""
-    split = plan.tensor, plan.context, plan.context_method, plan.ulysses, plan.pipeline, plan.expert, plan.expert_tensor
-    return *split, plan.schedule, plan.chunks, plan.zero, plan.replicate, plan.recompute, plan.recompute_parts
 
 
 def _choice(workload: Workload, held: Memory, scorer: "Scorer") -> Candidate:
@@ -265,9 +253,9 @@ def _elsewhere(
 
 
 def _lighter(bases: Sequence[Sized], scorer: "Scorer", shares: Sequence[float]) -> Sized | None:
-    """Return the first workload that fits with offloaded optimizer state, and its memory; None if none fits. Tried in order:
-    the least share in host memory; all state on disk; also released gradients; also offloaded weights under ZeRO 3."""
-    gathering = [(other, held) for one, held in bases if host.has_weights(other := _gathered(one))]
+    """Return the first of some workloads that fits with some of its optimizer's state elsewhere, and its memory: with the least share in
+    host memory; with all of it on disk; with that and gradients released; with weights there, too, under ZeRO 3. None: none does."""
+    gathering = [(other, held) for one, held in bases if host.has_weights(other := replace(one, plan=under_zero_3(one.plan)))]
     freed, both = ([sized for sized in some if released.can_be(sized[0])] for some in (bases, gathering))
     tried: Sequence[tuple[Sequence[Sized], str, Sequence[StateSpec]]] = (
         (bases, "optimizer", [StateSpec(optimizer="host", share=share) for share in shares]),
@@ -301,14 +289,8 @@ def _retained(workload: Workload, held: Memory, scorer: "Scorer", shares: Sequen
     plans = retained(workload.plan, len(workload.model.blocks), shares if alone else shares[-1:])
     sized = [(other, scorer.memory(other)) for other in (replace(workload, plan=plan) for plan in plans)]
     if fitting := [one for one in sized if scorer.fits(*one)]:
-        return [one for one in fitting if one[0].plan.retain.place == "host"] or fitting
+        return [one for one in fitting if one[0].plan.retain.places == ("host",)] or fitting
     return [one for one in sized if one[0].plan.retain.share == 1 and one[1].total < held.total]
-
-
-def _gathered(workload: Workload) -> Workload:
-    """Return the workload under ZeRO 3 if it has a single data rank, for which the search only tries ZeRO 0."""
-    plan = workload.plan
-    return replace(workload, plan=plan.model_copy(update={"zero": 3})) if plan.dp_size == 1 else workload
 
 
 def assumed(plan: Plan, software: str = OURS) -> SoftwareProfile:
@@ -339,6 +321,18 @@ def _simulated(waiting: list[BoundedCandidate], known: Sequence[Candidate], scor
             bound = max(bound, scorer.bound(one.workload))
             heapreplace(queue, (bound, number, one._replace(bound=bound, close=True)))
     return ranked
+
+
+def _finer(ranked: Sequence[Candidate], like: Workload, scorer: "Scorer", most: int) -> list[Candidate]:
+    """Return candidates, the fastest first, and for each of the first `most` its fastest form that recomputes or moves smaller parts, if
+    that fits and is faster."""
+    known = {one.plan for one in ranked[:most]}
+    forms = {plan: base for base in ranked[:most] for plan in finer(base.plan, like.model) if plan not in known}
+    others = [replace(like, plan=plan, software_profile=assumed(plan)) for plan in forms]
+    scorer.prepare(others, lambda done, total: None)
+    sized = ((other, scorer.memory(other)) for other in others)
+    found = (_choice(*one, scorer) for one in sized if scorer.fits(*one))
+    return sorted([*ranked, *(one for one in found if _step(one) < _step(forms[one.plan]))], key=_step)
 
 
 def _step(choice: Candidate) -> float:

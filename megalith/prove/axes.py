@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from megalith.check import Problem, check
-from megalith.prove.parity import LOSS_SCALE, OPTIMIZER, SMALL_MOMENTS, clearly_routed, small_choices
+from megalith.prove.parity import LOSS_SCALE, OPTIMIZER, SMALL_MOMENTS, SMALL_TILE, clearly_routed, small_choices
 from megalith.schedule.table import SCHEDULES
 from megalith.spec.families import read
 from megalith.spec.numbers import PRECISIONS, TRAINED, Rounded, is_narrow
@@ -82,6 +82,7 @@ AXES: Axes = {
         "half on disk": {"retain": {"blocks": "disk", "share": 0.5}},
         "parts on the host": {"retain": {"parts": {"attention": "host", "attention.core": "keep", "mlp.activation": "host"}}},
         "parts on disk and again": {"retain": {"blocks": "disk", "parts": {"attention": "keep", "mlp_norm": "recompute"}}},
+        "parts in both places": {"retain": {"blocks": "disk", "parts": {"attention": "host", "mlp.activation": "host"}}},
     },
     "state": {
         "on the device": {},
@@ -122,6 +123,13 @@ AXES: Axes = {
     | {f"bf16, master {form}": {"precision": "bf16", "master": form} for form in LOWER}
     | {"bf16, inputs kept in fp8": {"precision": "bf16", "kept": "fp8"}}
     | {"bf16, attention kept in fp8": {"precision": "bf16", "parts": {"attention.core": "compress"}}}
+    | {"bf16, blocks kept in fp8": {"precision": "bf16", "parts": {"attend": "compress", "mlp": "compress"}}}
+    | {
+        "bf16, norms and activations kept in fp8": {
+            "precision": "bf16",
+            "parts": {"attention_norm": "compress", "mlp_norm": "compress", "mlp.activation": "compress"},
+        }
+    }
     | {"bf16, also gradients": {"precision": "bf16", "gradients": "bf16"}}
     | {"bf16, gradients released": {"precision": "bf16", "release": True}},
 }
@@ -265,7 +273,11 @@ def run_of(choices: Choices) -> RunSpec:
             "model": _small(preset, precision).model_dump(),
             "plan": plan.model_dump(),
             "data": {"path": "none", "phases": [one | _times(one, batch // SAMPLES) for one in phases]},
-            "precision": small_choices(precision, LAYERS) | narrow if narrow or is_narrow(precision) else {},
+            "precision": small_choices(precision, LAYERS) | narrow
+            if narrow or is_narrow(precision)
+            else {"tile": SMALL_TILE}
+            if plan.rounding
+            else {},
             "train": {"steps": 3, "global_batch": batch, "seq_len": 48, "precision": precision, "gradients": summed},
             "optimizer": OPTIMIZER
             | {"kind": kind, "moments": moments, "master": master}

@@ -96,9 +96,8 @@ def count(spec: RunSpec, microbatches: Sequence[Samples], *, fake_tensors: bool)
             watch.gradients(1)
     state = trainer.state.bytes()
     state["optimizer"] += sum(tensor.numel() * tensor.element_size() for tensor in outer)
-    if trainer.tier is not None:
-        place = spec.plan.retain.place
-        state[place] = state.get(place, 0) + trainer.tier.counted.most
+    for place, tier in trainer.tiers.items():
+        state[place] = state.get(place, 0) + tier.counted.most
     return RankCounts(
         coordinates=groups.coordinates,
         parts=[name for stage in trainer.stages.values() for name in stage.part_names],

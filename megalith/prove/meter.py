@@ -132,8 +132,8 @@ class Meter(TorchDispatchMode):
             self.label(tensor, "buffers")
         for tensor in trainer.state.on_host:
             self._pass_over(tensor)
-        if trainer.tier is not None:
-            trainer.tier.counted.observe = self._pass_over
+        for tier in trainer.tiers.values():
+            tier.counted.observe = self._pass_over
         for stage in trainer.stages.values():
             for tensor in stage.buffers():
                 self.label(tensor, "buffers")

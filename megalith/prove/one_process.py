@@ -78,7 +78,7 @@ class SingleProcess:
         self._narrow = dict[nn.Module, Narrow]()
         for name, part in self.stage.parts():
             self._narrow |= apply_precision(part, recipe, name=name, blocks=len(model.blocks), choices=choices)
-            apply_rounding(part, spec.plan)
+            apply_rounding(part, spec.plan, choices)
             initialise(part, name=name, spec=model, seed=spec.train.seed)
         computes = self.stage.parameters_by_name()
         self.parameters = {name: nn.Parameter(p.detach().clone()) for name, p in computes.items()}

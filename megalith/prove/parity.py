@@ -79,6 +79,9 @@ def shrink(spec: RunSpec, *, steps: int) -> RunSpec:
         unit = lcm(unit, tile * plan.tensor, tile * plan.expert_tensor)
         if precision.gather != "wide":
             unit = lcm(unit, tile * plan.tensor * plan.dp_shard)
+    elif plan.rounding:
+        precision, unit = precision.model_copy(update={"tile": SMALL_TILE}), lcm(unit, SMALL_TILE * plan.tensor)
+        unit = lcm(unit, SMALL_TILE * plan.expert_tensor)
     optimizer = spec.optimizer.model_copy(update=OPTIMIZER)
     if optimizer.moments != "fp32":
         optimizer = optimizer.model_copy(update=SMALL_MOMENTS)

@@ -372,8 +372,13 @@ def packs(choices: PrecisionSpec, precision: str) -> bool:
 
 
 def packed_tile(choices: PrecisionSpec, precision: str) -> int:
-    """Return how many numbers of a row share a scale if wide products keep their inputs in 8 bits; 0 if they keep wide inputs."""
-    return (choices.tile or PRECISIONS["fp8"].tile) if packs(choices, precision) else 0
+    """Return how many numbers of a row share a scale where wide products keep their inputs in 8 bits; 0 if they do not."""
+    return kept_tile(choices) if packs(choices, precision) else 0
+
+
+def kept_tile(choices: PrecisionSpec) -> int:
+    """Return how many numbers share a scale where a part of a block is kept for backward in 8 bits."""
+    return choices.tile or PRECISIONS["fp8"].tile
 
 
 def recipe_of(choices: PrecisionSpec, precision: str) -> str:

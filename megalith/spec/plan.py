@@ -62,6 +62,12 @@ class StateSpec(Spec):
 Action = Literal["keep", "recompute", "compress", "host", "disk"]
 """The treatment of the tensors that a part of a block keeps from its forward for its backward."""
 
+
+def place_of(action: Action) -> Place:
+    """Return where tensors with an action wait, as far as they are kept at all."""
+    return action if action == "host" or action == "disk" else "device"
+
+
 BLOCK = ""
 """The name that stands for a whole block among the names of parts."""
 
@@ -95,8 +101,35 @@ class PartActions(dict[str, Action]):
         return hash(frozenset(self.items()))
 
 
-COMPRESSED = ("attention.core",)
-"""The parts that the action `compress` can name. For inputs of products and of activations, set `precision.kept`."""
+COMPRESSED = tuple(part for part in PARTS if part != "mamba.core")
+"""The parts whose tensors can be kept in 8 bits. A Mamba-2 core keeps sums over the whole sequence in fp32."""
+
+NORMS = ("attention_norm", "mamba_norm", "mlp_norm")
+"""The parts that are norms."""
+
+
+def parts_around(layer: str) -> tuple[str, ...]:
+    """Return the parts of a block that contain what a layer keeps, the innermost first. `layer`: the name, within the block, of a norm,
+    of a module that multiplies, or `EXPERTS_ACTIVATION`. A block without experts has all of its MLP in `mlp.shared`."""
+    half, _, rest = layer.partition(".")
+    if half in NORMS:
+        return half, "attend"
+    if half != "mlp":
+        inner = {"core": (f"{half}.core",), "q_up": (UP_PROJECTION,), "kv_up": (UP_PROJECTION,)}
+        return *inner.get(rest, ()), half, "attend"
+    if rest.startswith("experts"):
+        inner = (EXPERTS_ACTIVATION, "mlp.activation") if layer == EXPERTS_ACTIVATION else ()
+        return *inner, "mlp.experts", "mlp"
+    return *(("mlp.activation",) if rest.endswith("down") else ()), "mlp.shared", "mlp"
+
+
+def compresses(actions: Mapping[str, Action], layer: str) -> bool:
+    """Return True if what a layer keeps is kept in 8 bits: the innermost part that is named decides."""
+    return next((actions[part] for part in parts_around(layer) if part in actions), "keep") == "compress"
+
+
+OUTSIDE: tuple[Place, ...] = ("host", "disk")
+"""The places outside the device, the nearest first."""
 
 
 class RetainSpec(Spec):
@@ -114,20 +147,20 @@ class RetainSpec(Spec):
     folder: str = Field(default="", description="disk: folder of each rank's file; empty: the run folder")
     parts: Annotated[dict[str, Action], AfterValidator(PartActions)] = Field(
         default=PartActions(),
-        description="part of a block -> keep (on the device) | recompute | compress (in 8 bits; attention.core) | host "
-        "| disk; the innermost named part decides",
+        description="part of a block -> keep (on the device) | recompute | compress (in 8 bits) | host | disk; the "
+        "innermost part that is named decides",
     )
 
     @property
-    def place(self) -> Place:
-        """The place where kept tensors of blocks or of their parts wait for the backward; `device`: none leave the device."""
+    def places(self) -> tuple[Place, ...]:
+        """The places outside the device where tensors wait, of all blocks or of parts of them."""
         named = {self.blocks, *self.parts.values()}
-        return "host" if "host" in named else "disk" if "disk" in named else "device"
+        return tuple(place for place in OUTSIDE if place in named)
 
     @property
     def away(self) -> float:
         """The share of the blocks with tensors that leave the device."""
-        return 0.0 if self.place == "device" else self.share
+        return self.share if self.places else 0.0
 
     def leaves(self, number: int) -> bool:
         """Return True if the tensors of block `number` of the model leave the device."""
@@ -203,8 +236,12 @@ class Plan(Spec):
 
     @property
     def rounding(self) -> Mapping[str, Action]:
-        """The actions that change numbers; parity's single process applies them, too."""
-        return {part: action for part, action in self.actions.items() if action == "compress"}
+        """The actions that change numbers, and `keep` for the parts in between: one process has them, too."""
+        named = self.actions
+        short = [part for part, action in named.items() if action == "compress"]
+        around = {part: (*PARTS.get(part, ()), *(("mlp.activation",) if part == EXPERTS_ACTIVATION else ())) for part in named}
+        wide = [part for part in named if part not in short and any(outer in short for outer in around[part])]
+        return {**dict.fromkeys(sorted(short), "compress"), **dict.fromkeys(sorted(wide), "keep")}
 
     @property
     def recomputed_parts(self) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """From a RunSpec to the parts that train: groups, stages, program, executor, optimizer, state."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,13 +30,13 @@ from megalith.spec.phases import Phase, Phases, during
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import within
 from megalith.spec.sizes import model_parameters, tied_names
-from megalith.spec.state import LOWER, gradient
+from megalith.spec.state import LOWER, Place, gradient
 from megalith.spec.treatment import treatments
 from megalith.train.measure.noise import NoiseMeter
 from megalith.train.offload.aside import aside_of
 from megalith.train.offload.home import home_of, lots_of
 from megalith.train.offload.release import Release, UpdateRequest
-from megalith.train.offload.retained import AnyTier, tier_of
+from megalith.train.offload.retained import AnyTier, tiers_of
 from megalith.train.optimizers.global_tensors import GlobalTensors
 from megalith.train.optimizers.rates import decays, learning_rate
 from megalith.train.optimizers.rule import Optimizer
@@ -69,7 +70,7 @@ class Trainer:
     adaptive: AdaptiveClip | None = None
     heads: HeadClip | None = None
     release: Release | None = None
-    tier: AnyTier | None = None
+    tiers: Mapping[Place, AnyTier] = field(default_factory=dict[Place, AnyTier])
     schedule: int | None = None  # steps of the schedule of learning rates that are done; None: as many as the state has updates
 
     def enter(self, phase: Phase, size: int | None = None) -> None:
@@ -244,7 +245,7 @@ def assemble(
     schedule = program.schedule
     bounds = plan.bounds(len(model.blocks))
     seed = None if load else spec.train.seed
-    tier = tier_of(plan.retain, device, folder)
+    tiers = tiers_of(plan.retain, device, folder)
     builder = Builder(
         model,
         plan=plan,
@@ -255,7 +256,7 @@ def assemble(
         choices=spec.precision,
         gradients=spec.train.gradients,
         aside=aside_of(plan.state, folder),
-        tier=tier,
+        tiers=tiers,
     )
     runners = {stage: builder.build(*bounds[stage]) for stage in schedule.stages_of(groups.coordinates["pipeline"])}
     parameters = {name: weight.master for name, weight in builder.by_name.items()}
@@ -308,7 +309,7 @@ def assemble(
         adaptive=adaptive,
         heads=heads,
         release=Release(builder.by_name, used, partly, **within_backward) if plan.state.release else None,
-        tier=tier,
+        tiers=tiers,
     )
 
 

@@ -16,6 +16,7 @@ from megalith.cost.workload import Workload
 from megalith.spec.cluster import load
 from megalith.spec.plan import Plan
 from megalith.spec.presets import presets
+from megalith.spec.toml import literal
 from tests.check.runs import HYBRID, advice, errors, found, is_named, spec
 
 RELEASED = ["plan.state.optimizer=disk", "plan.state.release=true", "train.precision=bf16", "train.global_batch=1"]
@@ -36,16 +37,6 @@ AWAY = ["plan.state.optimizer=disk", "plan.state.weights=disk", "plan.zero=3", "
         ),
         (["plan.recompute=selective", "plan.recompute_parts=[]"], "plan.recompute_parts", "names no part"),
         (["plan.recompute_parts=['mpl']"], "plan.recompute_parts", 'Did you mean "mlp"?'),
-        (
-            [
-                "plan.recompute=selective",
-                "plan.recompute_parts=['attention.up']",
-                "plan.compile=true",
-                "model.preset=deepseek-tiny",
-            ],
-            "plan.recompute_parts",
-            "compiled code decides",
-        ),
         (["cluster=h100", "model.preset=llama3-70b"], "plan.zero", "has 80.0 GiB"),
         (
             ["cluster=h100", "optimizer.kind=muon", "plan.state.optimizer=host"],
@@ -250,11 +241,13 @@ def test_what_8_bits_spare_is_near_to_what_is_traced(preset: str):
     wide, kept, both = (
         case(*settings) for settings in ((), ("precision.kept=fp8",), ("precision.kept=fp8", f"plan.retain.parts={COMPRESSED}"))
     )
-    saved = [parts(workload_of(one.spec)).blocks[0].saved for one in (wide, kept, both)]
-    counted = [activation_bytes(one) for one in (wide, kept, both)]
+    named = [{"mlp": "compress"}, {"attend": "compress"}, {"attend": "compress", "mlp": "compress"}]
+    others = [case("plan.retain.parts=" + literal(one)) for one in named]
+    saved = [parts(workload_of(one.spec)).blocks[0].saved for one in (wide, kept, both, *others)]
+    counted = [activation_bytes(one) for one in (wide, kept, both, *others)]
     for traced, rough in zip(saved, counted, strict=True):
         assert rough / counted[0] == pytest.approx(traced / saved[0], abs=0.1)
-    assert counted == sorted(counted, reverse=True) and len(set(counted)) == 3
+    assert counted[:3] == sorted(counted[:3], reverse=True) and len(set(counted[:3])) == 3
 
 
 def test_keeping_in_8_bits_is_named_where_nothing_cheaper_is_enough():

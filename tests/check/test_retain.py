@@ -21,12 +21,15 @@ def parts(named: dict[str, str]) -> str:
         ([parts({"attention.core": "host"}), "plan.recompute=selective"], "plan.recompute_parts recomputes it"),
         ([parts({"mlp.activation": "keep", "mlp": "recompute"})], "which contains it, is recomputed"),
         ([parts({"attention.core": "host"}), "plan.recompute=selective", "plan.recompute_parts=['attend']"], "which contains it"),
-        ([parts({"mlp": "host", "attention": "disk"})], "names disk and host"),
-        ([parts({"mlp": "host"}), "plan.retain.blocks=disk"], "names disk and host"),
-        ([parts({"mlp": "host"}), "plan.compile=true"], "compiled code decides"),
-        ([parts({"mlp": "compress"}), "train.precision=bf16"], 'use precision.kept = "fp8"'),
-        ([parts({"attention.core": "compress"}), "train.precision=fp32"], 'needs train.precision = "bf16"'),
-        ([parts({"attention.core": "compress"}), "train.precision=fp16"], 'needs train.precision = "bf16"'),
+        (
+            [parts({"mlp": "compress"}), "train.precision=bf16", "plan.compile=true"],
+            "attention_norm, mamba_norm, mlp_norm are possible",
+        ),
+        ([parts({"mamba.core": "compress"}), "train.precision=bf16"], "sums over the whole sequence"),
+        ([parts({"mlp": "compress"}), "train.precision=fp8"], 'use precision.kept = "fp8"'),
+        ([parts({"mlp": "compress"}), "train.precision=bf16", "plan.tensor=2", "plan.overlap_tensor=2"], "sent in pieces"),
+        ([parts({"attention.core": "compress"}), "train.precision=fp32"], "promises more than bf16"),
+        ([parts({"attention.core": "compress"}), "train.precision=fp16"], "promises more than bf16"),
     ],
 )
 def test_actions_that_cannot_be_are_named_with_a_way_out(settings: list[str], said: str):
@@ -34,7 +37,10 @@ def test_actions_that_cannot_be_are_named_with_a_way_out(settings: list[str], sa
 
 
 def test_all_problems_of_the_parts_are_found_at_once():
-    settings = [parts({"mlq": "keep", "mlp": "compress", "attention.core": "host", "attend": "recompute"}), "plan.compile=true"]
+    settings = [
+        parts({"mlq": "keep", "mlp": "compress", "mamba.core": "compress", "attention.core": "host", "attend": "recompute"}),
+        "plan.compile=true",
+    ]
     assert len([problem for problem in errors(*settings) if problem.key == KEY]) == 4
 
 
@@ -42,6 +48,25 @@ def test_all_problems_of_the_parts_are_found_at_once():
 def test_every_part_can_wait_anywhere(part: str):
     for action in ("keep", "host", "disk", *(["compress"] if part in COMPRESSED else [])):
         assert errors(parts({part: action}), "train.precision=bf16") == []
+
+
+@pytest.mark.parametrize("part", ["mlp", "mlp.activation", "attend"])
+def test_a_tile_lies_inside_a_rank(part: str):
+    """The input of a product, or an activation, is cut by tensor ranks; a norm's input is not."""
+    settings = (parts({part: "compress"}), "train.precision=bf16", "plan.tensor=2", "precision.tile=32")
+    named = [problem for problem in errors(*settings) if problem.key == "plan.tensor"]
+    assert ["that blocks.0.mlp.down keeps in 8 bits" in problem.reason for problem in named] == [True] * (part != "attend")
+    assert errors(*settings[:-1], "precision.tile=8") == []
+
+
+def test_parts_of_compiled_blocks_have_actions():
+    named = parts({"attention.core": "keep", "mlp": "host", "mlp_norm": "compress", "mlp.activation": "disk"})
+    assert errors(named, "plan.compile=true", "train.precision=bf16") == []
+
+
+def test_parts_may_wait_in_several_places():
+    assert errors(parts({"mlp": "host", "attention": "disk"}), "plan.retain.share=0.5") == []
+    assert errors(parts({"mlp": "host"}), "plan.retain.blocks=disk") == []
 
 
 def test_parts_that_run_again_are_known_by_either_key():

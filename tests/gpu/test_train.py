@@ -87,7 +87,7 @@ def test_tensors_that_wait_outside_the_device_give_the_same_bits(recompute, bloc
     plan = {"microbatch": 2, "recompute": recompute, "retain": {"blocks": blocks}}
     moved = trainer_on(gpu, run_of(plan=plan, train=train), like=plain)
     expected, found = (record(trainer) for trainer in (plain, moved))
-    assert moved.tier is not None and moved.tier.counted.most > moved.tier.counted.held == 0
+    assert moved.tiers[blocks].counted.most > moved.tiers[blocks].counted.held == 0
     assert found.losses == expected.losses
     assert all(torch.equal(found.weights[name], expected.weights[name]) for name in expected.weights)
 
@@ -101,7 +101,7 @@ def test_what_compiled_blocks_keep_can_wait_outside_the_device(blocks, gpu):
     plain = trainer_on(gpu, run_of(plan=plan, train=train))
     moved = trainer_on(gpu, run_of(plan=plan | {"retain": {"blocks": blocks}}, train=train), like=plain)
     expected, found = (steps(trainer, 3) for trainer in (plain, moved))
-    assert moved.tier is not None and moved.tier.counted.most > moved.tier.counted.held == 0
+    assert moved.tiers[blocks].counted.most > moved.tiers[blocks].counted.held == 0
     assert all(abs(one.loss - other.loss) < 2e-2 for one, other in zip(expected, found, strict=True))
 
 

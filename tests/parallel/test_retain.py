@@ -53,7 +53,14 @@ PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any], list[dict[str, Any]]
         [
             {"parts": {"attention.core": "host", "mlp.experts": "host", "mlp.shared": "keep"}},
             DISK | {"parts": {"attend": "keep"}},
+            DISK | {"parts": {"attention.core": "host", "mlp.experts": "host", "mlp.shared": "keep"}},
         ],
+    ),
+    "parts in both places, zero 3": (
+        2,
+        {"context": 2, "zero": 3},
+        {},
+        [{"parts": {"attention": "disk", "attention.core": "host", "mlp": "host", "mlp.activation": "disk"}}],
     ),
     "update before the norm is known": (2, {"pipeline": 2, "schedule": "zb-h2", "post_validation": True}, {}, [HOST]),
 }
@@ -62,14 +69,15 @@ PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any], list[dict[str, Any]]
 def _trained(
     rank: int, plan: dict[str, Any], model: dict[str, Any], places: list[dict[str, Any]]
 ) -> list[tuple[dict[str, Tensor], int, int]]:
-    """Return this rank's weights and moments after two steps, and the bytes in the tier at most and at the end, for each place."""
+    """Return this rank's weights and moments after two steps, and for each place the bytes at most in the tier with the fewest, and
+    those in all at the end."""
     found = []
     for place in places:
         trainer = trainer_of(brief_run(plan=plan | {"retain": place}, model=model))
         for step in range(2):
             train_step(trainer, microbatches(trainer, step), step=step)
-        tier = trainer.tier
-        held = (0, 0) if tier is None else (tier.counted.most, tier.counted.held)
+        tiers = [tier.counted for tier in trainer.tiers.values()]
+        held = min((tier.most for tier in tiers), default=0), sum(tier.held for tier in tiers)
         found.append(({name: share.clone() for name, share in trainer.state.shares().items()}, *held))
     return found
 
@@ -95,7 +103,8 @@ def test_what_compiled_blocks_keep_leaves_without_a_changed_bit(monkeypatch: pyt
     compiled = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda module: compiled(module, backend="aot_eager_decomp_partition"))
     plan, model = {"compile": True, "recompute": "selective"}, {"layers": 1}
-    _, (plain, *_), *others = run_ranks(_trained, 1, plan, model, [{}, {}, HOST])[0]
+    parts = [{"parts": {"mlp": "host", "attention": "disk"}}, HOST | {"parts": {"attend": "keep", "mlp.activation": "disk"}}]
+    _, (plain, *_), *others = run_ranks(_trained, 1, plan, model, [{}, {}, HOST, *parts])[0]
     for other, most, left in others:
         assert all(torch.equal(other[key], plain[key]) for key in plain)
         assert most > left == 0
@@ -109,7 +118,7 @@ def _moves(rank: int, place: dict[str, Any]) -> list[str]:
     trainer = trainer_of(brief_run(plan={"retain": place}, model={"layers": 3}, train={"global_batch": 1}))
     moves: list[str] = []
     number = {id(part): name for name, part in trainer.runners[0].stage.parts()}
-    tier = trainer.tier
+    tier = trainer.tiers["host"]
     assert isinstance(tier, HostMemory)
     put, enter = tier.put, Runner._enter
     last: list[str] = []
@@ -151,7 +160,7 @@ def test_a_block_leaves_after_its_forward_and_comes_back_before_the_backward_of_
 
 
 def _shelf(*stays: Tensor) -> OffloadShelf:
-    return OffloadShelf(HostMemory(), frozenset(tensor.untyped_storage()._cdata for tensor in stays), CPU)
+    return OffloadShelf({"host": HostMemory()}, frozenset(tensor.untyped_storage()._cdata for tensor in stays), CPU, rest="host")
 
 
 def test_views_of_one_memory_move_once_and_come_back_as_they_were() -> None:
@@ -159,7 +168,7 @@ def test_views_of_one_memory_move_once_and_come_back_as_they_were() -> None:
     views = [whole.view(4, 6).t()[1:4, ::2], whole[5:7], whole.view(torch.int32)[3:]]
     expected = [view.clone() for view in views]
     tier = HostMemory()
-    shelf = OffloadShelf(tier, frozenset(), CPU)
+    shelf = OffloadShelf({"host": tier}, frozenset(), CPU, rest="host")
     kept = [shelf.put(view) for view in views]
     shelf.leave()
     assert tier.counted.held == whole.nbytes
@@ -191,13 +200,25 @@ def test_memory_that_others_hold_stays() -> None:
     assert isinstance(shelf.put(torch.ones(2)), SavedTensor)
 
 
+def test_memory_that_several_parts_keep_goes_to_the_nearest_of_their_places() -> None:
+    one, both, near = (torch.ones(4 * size) for size in (1, 2, 3))
+    for order in (1, -1):
+        host, disk = HostMemory(), HostMemory()
+        shelf, asked = OffloadShelf({"host": host, "disk": disk}, frozenset(), CPU, rest="disk"), [(both, "host"), (both, "disk")]
+        for tensor, place in [(one, "disk"), (near, "host"), *asked[::order]]:
+            PlacedFunction(lambda shelf=shelf, tensor=tensor: shelf.put(tensor), place=place)()
+        shelf.leave()
+        assert (host.counted.most, disk.counted.most) == (both.nbytes + near.nbytes, one.nbytes)
+
+
 def test_what_a_named_part_keeps_goes_where_it_says() -> None:
     """Memory that a part keeps on the device stays, although another part would let it leave."""
     one, both, other = (torch.ones(4 * size) for size in (1, 2, 3))
     for leaves in (True, False):
         tier = HostMemory()
-        shelf = OffloadShelf(tier, frozenset(), CPU, leaves=leaves)
-        kept = PlacedFunction(lambda shelf=shelf: [shelf.put(tensor) for tensor in (one, both)], leaves=not leaves)()
+        outside, inside = ("host", "device") if leaves else ("device", "host")
+        shelf = OffloadShelf({"host": tier}, frozenset(), CPU, rest=outside)
+        kept = PlacedFunction(lambda shelf=shelf: [shelf.put(tensor) for tensor in (one, both)], place=inside)()
         kept += [shelf.put(tensor) for tensor in (both[1:], other)]
         shelf.leave()
         assert tier.counted.held == (other if leaves else one).nbytes
@@ -209,7 +230,7 @@ def test_what_a_named_part_keeps_goes_where_it_says() -> None:
 def test_weights_buffers_and_tensors_of_the_microbatch_stay_and_no_shelf_moves_without_gradients() -> None:
     part = nn.LayerNorm(4)
     tokens, cos = torch.zeros(1, 4, dtype=torch.long), torch.ones(4)
-    retention, batch = Retention({1: part}, HostMemory(), CPU), Batch(tokens, rotary=((cos, cos.clone()),))
+    retention, batch = Retention({1: part}, {"host": HostMemory()}, CPU, rest="host"), Batch(tokens, rotary=((cos, cos.clone()),))
     shelf = retention.shelf(1, batch)
     assert shelf.moves and not retention.shelf(0, batch).moves
     assert not any(isinstance(shelf.put(tensor), SavedTensor) for tensor in (part.weight, tokens.view(-1), cos[1:]))

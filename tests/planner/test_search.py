@@ -1,5 +1,6 @@
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -9,7 +10,7 @@ from megalith.cost.constants import calibration
 from megalith.cost.host import USABLE
 from megalith.cost.parts import parts
 from megalith.cost.workload import Workload
-from megalith.planner.candidates import Space, candidates, is_ring, offloaded, segmented
+from megalith.planner.candidates import Space, candidates, finer, is_ring, offloaded, segmented
 from megalith.planner.named import NAMED
 from megalith.planner.plan_result import short
 from megalith.planner.search import Scorer, assumed, search
@@ -455,3 +456,42 @@ def test_a_training_costs_its_hours():
     whole = training(best, cluster, tokens=1e9)
     assert whole.device_hours == pytest.approx(whole.days * 24 * 8)
     assert whole.dollars == pytest.approx(whole.device_hours * cluster.price_per_hour)
+
+
+@pytest.mark.parametrize(("share", "parts"), [(0.2, ("mlp.activation",)), (0.6, ("attend", "mlp.activation"))])
+def test_where_memory_is_short_a_smaller_part_is_recomputed_if_that_fits(
+    share: float, parts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+):
+    """What is recomputed instead of an MLP or a whole block takes less time, and no more memory than there is."""
+    ask = partial(_crowded, "activations", share, policies=Space().policies, offload=())
+    best = ask()
+    monkeypatch.setattr("megalith.planner.search.finer", lambda *_: [])
+    coarse = ask()
+    assert best is not None and coarse is not None and coarse.plan.recompute_parts != best.plan.recompute_parts
+    assert (best.plan.recompute, best.plan.recompute_parts) == ("selective", parts)
+    assert best.estimate.fits and best.estimate.time.step < coarse.estimate.time.step
+
+
+def test_only_a_half_of_each_block_leaves_if_that_is_enough():
+    """The link is so slow that moving decides."""
+    given = {
+        "policies": Space().policies,
+        "offload": (1.0,),
+        "valid": lambda plan: plan.recompute == "none" and not plan.state.away,
+    }
+    best = _crowded("activations", 0.2, HostSpec(link=1e9), **given)
+    assert best is not None and best.estimate.fits
+    assert best.plan.retain == RetainSpec(parts={"attend": "host"}) and short(best.plan) == "d1 z0 m1 a attend"
+
+
+@pytest.mark.parametrize("model", ["llama3-8b", "deepseek-tiny", "mixtral-8x7b"])
+@pytest.mark.parametrize(
+    "plan", [{"recompute": "full"}, {"recompute": "sqrt"}, {"retain": {"blocks": "host", "share": 0.5}}], ids=str
+)
+def test_forms_with_smaller_parts_pass_check(plan: dict[str, Any], model: str):
+    run = tiny_run(model={"preset": model}, plan=plan, train={"precision": "bf16"})
+    forms = finer(run.plan, run.model.build())
+    assert len(set(forms)) == len(forms) > 2
+    for form in forms:
+        found = check(run.model_copy(update={"plan": form}), files=False)
+        assert not [one for one in found if one.key.startswith(("plan.re", "plan.recompute"))]

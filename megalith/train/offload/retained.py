@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from megalith.checkpoint.digests import words_of
 from megalith.parallel.retain import OffloadedCopy, PendingFetch
 from megalith.spec.plan import RetainSpec
+from megalith.spec.state import Place
 from megalith.train.offload.slot_file import StateFileError, move_all
 
 BEHIND = 2
@@ -220,11 +221,13 @@ class DiskFile:
 AnyTier = HostMemory | PinnedMemory | DiskFile
 
 
-def tier_of(retain: RetainSpec, device: torch.device, folder: Path | None) -> AnyTier | None:
-    """Return the tier of a run; None if all activations stay on the device. `folder`: used if the run names none; None: that of
-    temporary files. A dry run counts bytes, and has no file. Raises StateFileError."""
-    if retain.place == "device":
-        return None
-    if retain.place == "disk" and not isinstance(torch.empty(0), FakeTensor):
+def tiers_of(retain: RetainSpec, device: torch.device, folder: Path | None) -> dict[Place, AnyTier]:
+    """Return the tier of each place where a run's tensors wait. `folder`: for the file if the run names none; None: that for temporary
+    files. A dry run counts bytes, and has no file. Raises StateFileError."""
+    return {place: _tier(place, retain, device, folder) for place in retain.places}
+
+
+def _tier(place: Place, retain: RetainSpec, device: torch.device, folder: Path | None) -> AnyTier:
+    if place == "disk" and not isinstance(torch.empty(0), FakeTensor):
         return DiskFile(Path(retain.folder or folder or tempfile.gettempdir()))
     return PinnedMemory(device) if device.type == "cuda" else HostMemory()

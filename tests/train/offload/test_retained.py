@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megalith.spec.plan import RetainSpec
-from megalith.train.offload.retained import DiskFile, HostMemory, tier_of
+from megalith.train.offload.retained import DiskFile, HostMemory, tiers_of
 from megalith.train.offload.slot_file import StateFileError
 
 CPU = torch.device("cpu")
@@ -71,8 +71,8 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 def test_the_file_goes_to_the_named_folder_or_to_that_of_the_run(tmp_path: Path) -> None:
     named, own = tmp_path / "named", tmp_path / "own"
-    assert tier_of(RetainSpec(), CPU, own) is None
-    assert isinstance(tier_of(RetainSpec(blocks="host"), CPU, own), HostMemory)
+    assert tiers_of(RetainSpec(), CPU, own) == {}
+    assert isinstance(tiers_of(RetainSpec(blocks="host"), CPU, own)["host"], HostMemory)
     for spec, folder in ((RetainSpec(blocks="disk"), own), (RetainSpec(blocks="disk", folder=str(named)), named)):
-        tier = tier_of(spec, CPU, own)
+        tier = tiers_of(spec, CPU, own)["disk"]
         assert isinstance(tier, DiskFile) and tier.folder == folder and folder.is_dir()
