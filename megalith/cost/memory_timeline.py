@@ -25,7 +25,7 @@ class Away(NamedTuple):
 
     size: float = 0.0
     disk: float = 0.0
-    """Those of `size` that wait on disk. The others are in host memory."""
+    """The bytes of these on disk. The others are in host memory."""
 
     def plus(self, other: "Away", times: int = 1) -> "Away":
         """Return the sum with `times` the other bytes."""
