@@ -279,7 +279,7 @@ class _Own(NamedTuple):
     leaves: tuple[float, ...]
     """Bytes of `saved` that can wait outside the device."""
     for_disk: tuple[float, ...]
-    """Of these, the bytes that wait on disk, if others wait in host memory."""
+    """The bytes of these that wait on disk, if others wait in host memory."""
     largest_leaves: float
     """Largest number of bytes of one block that can be offloaded."""
 

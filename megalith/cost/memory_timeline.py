@@ -20,16 +20,16 @@ DOES: dict[str, tuple[Phase, ...]] = {"F": ("F",), "B": ("I", "W"), "I": ("I",),
 """Computation of a schedule -> phases of a profile."""
 
 
-class Away(NamedTuple):
+class OffloadedBytes(NamedTuple):
     """Bytes that wait outside the device."""
 
     size: float = 0.0
     disk: float = 0.0
-    """Those of `size` that wait on disk. The others are in host memory."""
+    """The bytes of these on disk. The others are in host memory."""
 
-    def plus(self, other: "Away", times: int = 1) -> "Away":
+    def plus(self, other: "OffloadedBytes", times: int = 1) -> "OffloadedBytes":
         """Return the sum with `times` the other bytes."""
-        return Away(self.size + times * other.size, self.disk + times * other.disk)
+        return OffloadedBytes(self.size + times * other.size, self.disk + times * other.disk)
 
 
 class Part(NamedTuple):
@@ -41,7 +41,7 @@ class Part(NamedTuple):
     weights: Numbers
     gathered: Numbers
     """The bytes in which its weights are gathered."""
-    away: Away
+    away: OffloadedBytes
     """Bytes of what its forward leaves that wait outside the device until its backward."""
 
 
@@ -53,7 +53,7 @@ class MemoryPoint(NamedTuple):
     gradients: float
     activations: float
     buffers: float
-    elsewhere: Away
+    elsewhere: OffloadedBytes
 
     @property
     def total(self) -> float:
@@ -96,9 +96,9 @@ class _Stage:
     """Bytes that a microbatch's forward keeps in each part."""
     inside: tuple[float, ...]
     """The most that the backward of each part holds in addition to what forward left."""
-    coming: tuple[Away, ...]
+    coming: tuple[OffloadedBytes, ...]
     """Bytes that come back to the device when the backward of each part begins: those of the last part before it that left."""
-    last: Away
+    last: OffloadedBytes
     """Bytes of the last part that left, which come back before the stage's backward."""
     shares: list[float]
     """Bytes of this rank's share of each part's reduced gradients."""
@@ -116,7 +116,7 @@ class _Timeline:
         stages: Mapping[int, tuple[Part, ...]],
         segments: Mapping[int, tuple[tuple[int, ...], ...]],
     ) -> None:
-        plan, self.workload, self.traced, self.kept, self.elsewhere = workload.plan, workload, traced, 0.0, Away()
+        plan, self.workload, self.traced, self.kept, self.elsewhere = workload.plan, workload, traced, 0.0, OffloadedBytes()
         self.stages = {number: self._stage(parts, segments[number]) for number, parts in stages.items()}
         mesh = Mesh.of(plan)
         copies, shards = (mesh.state[1], mesh.experts[1]), workload.shards
@@ -150,11 +150,11 @@ class _Timeline:
                 graphs = sum(again.inside[number].saved for number in run) - self.traced.blocks[run[0]].saved
                 saved[-1] *= len(run) == 1  # one input for all blocks of the segment
                 inside[-1] = max(graphs + again.inside[part.block].working, 0.0)
-        coming, left = [Away()] * len(parts), [number for number, part in enumerate(parts) if part.away.size]
+        coming, left = [OffloadedBytes()] * len(parts), [number for number, part in enumerate(parts) if part.away.size]
         further: dict[int | None, int] = {run[0]: len(run) - 1 for run in segments}
         for number, then in pairwise(left):  # a segment's backward begins with its last block
             coming[then + further.get(parts[then].block, 0)] = parts[number].away
-        last = parts[left[-1]].away if left else Away()
+        last = parts[left[-1]].away if left else OffloadedBytes()
         return _Stage(parts, tuple(saved), tuple(inside), tuple(coming), last, [0.0] * len(parts), [0.0] * len(parts))
 
     def moment(self, *, weights: float = 0.0, gradients: float = 0.0, activations: float = 0.0) -> MemoryPoint:
@@ -165,7 +165,7 @@ class _Timeline:
         buffers = self.joined + arrived * (not release)
         return MemoryPoint(weights, gradients, self.kept + activations, buffers, self.elsewhere)
 
-    def move(self, away: Away, times: int = 1) -> None:
+    def move(self, away: OffloadedBytes, times: int = 1) -> None:
         """Count activations that leave the device; with `times` -1 they come back."""
         self.kept, self.elsewhere = self.kept - times * away.size, self.elsewhere.plus(away, times)
 

@@ -12,7 +12,7 @@ from megalith.cost.constants import Calibration, calibration
 from megalith.cost.gathered import gathered, kept, wide
 from megalith.cost.host import on_disk, streamed
 from megalith.cost.memory import Memory, compared_bytes, every_rank, non_torch, numbers, shares, updated, whole_bytes
-from megalith.cost.memory_timeline import DOES, Away, MemoryPoint, Part, moments
+from megalith.cost.memory_timeline import DOES, MemoryPoint, OffloadedBytes, Part, moments
 from megalith.cost.narrow.ways import rounding_bytes
 from megalith.cost.parts import Numbers, Parts, parts
 from megalith.cost.profile import PHASES, Core, Phase, Profile
@@ -185,13 +185,16 @@ def _here(workload: Workload, traced: Parts, place: int) -> _Here:
     )
 
 
-def _away(workload: Workload, traced: Parts, numbers: Sequence[int | None], cut: tuple[tuple[int, ...], ...]) -> tuple[Away, ...]:
+def _away(
+    workload: Workload, traced: Parts, numbers: Sequence[int | None], cut: tuple[tuple[int, ...], ...]
+) -> tuple[OffloadedBytes, ...]:
     """Bytes that leave the device in each part of a stage: only blocks leave, and of a segment only its first block's input."""
     retain, inside = workload.plan.retain, {number for run in cut for number in run[1:]}
     leaving = (None if number is None or number in inside or not retain.leaves(number) else number for number in numbers)
     blocks = (None if number is None else traced.blocks[number] for number in leaving)
     return tuple(
-        Away(block.leaves, on_disk(workload, block.leaves, block.leaves_for_disk)) if block else Away() for block in blocks
+        OffloadedBytes(block.leaves, on_disk(workload, block.leaves, block.leaves_for_disk)) if block else OffloadedBytes()
+        for block in blocks
     )
 
 

@@ -132,7 +132,7 @@ class Profile:
     leaves: float = 0.0
     """Bytes of `saved` that autograd holds, which can wait outside the device (`plan.retain`)."""
     leaves_for_disk: float = 0.0
-    """Of these, the bytes that wait on disk, if others wait in host memory."""
+    """The bytes of these that wait on disk, if others wait in host memory."""
 
     def flops(self, phase: Phase | None = None) -> float:
         """FLOPs, with attention in full."""
@@ -230,7 +230,7 @@ class Layout:
     rounded_tile: int = 128
     """Numbers that share a scale where an action keeps them in 8 bits."""
     rest: Place = "host"
-    """Where tensors of no named part wait, if some leave the device."""
+    """The place where tensors of no named part wait, if some leave the device."""
     attention: Literal["fused", "plain"] = "fused"
     regather: bool = False
     """Split products like Megatron-LM: save a share of the input and gather it again for the weight gradients (Korthikanti et al.

@@ -462,7 +462,7 @@ def test_a_training_costs_its_hours():
 def test_where_memory_is_short_a_smaller_part_is_recomputed_if_that_fits(
     share: float, parts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ):
-    """What is recomputed instead of an MLP or a whole block takes less time, and no more memory than there is."""
+    """The parts that are recomputed instead of an MLP or a whole block take less time, and no more memory than there is."""
     ask = partial(_crowded, "activations", share, policies=Space().policies, offload=())
     best = ask()
     monkeypatch.setattr("megalith.planner.search.finer", lambda *_: [])
