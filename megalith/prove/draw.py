@@ -24,7 +24,6 @@ from megalith.prove.axes import (
     cost_of,
     halvings,
     pairs_of,
-    rounded_sites,
     run_of,
     valid_run,
 )
@@ -152,8 +151,6 @@ def _missing(random: Random, pool: Sequence[ParityCase], axes: Axes) -> list[Par
 def _search(random: Random, pair: Pair, axes: Axes) -> tuple[ParityCase | None, list[Problem]]:
     """Look for a combination that proves a pair: change one other choice after another, never to more objections, of which each factor of
     two too many ranks is one. If none is found, return None and the objections that are left."""
-    if never := [*rounded_sites(pair)]:
-        return None, never
     if not BELOW_FP32 & pair:  # which rounded precisions do not prove
         exact = {name: asked for name, asked in axes["precision"].items() if ("precision", name) not in ROUNDED}
         if not exact:
