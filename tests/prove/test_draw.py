@@ -62,7 +62,7 @@ def test_rounding_proves_only_pairs_with_what_is_never_exact() -> None:
         (_pair("model: dense", "expert: 2"), "plan.expert = 2: divides experts among ranks, but the model has none."),
         (_pair("sites: two", "norm: known late"), "plan.post_validation = true: may undo the update of a step"),
         (
-            _pair("sites: two, data parallel", "expert: each of 2"),
+            _pair("model: experts", "sites: two, data parallel"),
             'sites.method = "data-parallel": is not for models with experts',
         ),
         (_pair("optimizer: lion", "precision: bf16"), 'optimizer.kind = "lion": amplifies the rounding of bf16'),
