@@ -160,10 +160,9 @@ def each_site_can_train(case: Case) -> Found:
         yield from _under(run, changes, f"sites.each.{number}.plan")
         yield from other_sets(case.spec, plan, f"sites.each.{number}.plan")
         beside = replace(case, spec=case.spec.model_copy(update={"plan": plan}))
-        for rule in (sites.sites_stay_together, sites.master_weights_stay_on_the_device):
-            for problem in rule(beside):
-                if problem.key.startswith("plan."):
-                    yield replace(problem, key=f"sites.each.{number}.{problem.key}")
+        for problem in sites.sites_stay_together(beside):
+            if problem.key.startswith("plan."):
+                yield replace(problem, key=f"sites.each.{number}.{problem.key}")
 
 
 def _under(run: RunSpec, changes: Mapping[str, Any], name: str) -> Found:
@@ -278,7 +277,6 @@ RULES: tuple[Rule, ...] = (
     Rule("sites", sites.each_cluster_has_the_ranks),
     Rule("sites", each_site_can_train),
     Rule("sites", sites.returned_samples_can_be_trained),
-    Rule("sites", sites.master_weights_stay_on_the_device),
     Rule("sites", sites.faults_go_back_to_checkpoints),
     Rule("fleet", fleet.verification_has_a_replica),
     Rule("fleet", fleet.verification_repeats_bits),

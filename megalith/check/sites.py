@@ -14,8 +14,6 @@ from megalith.spec.phases import Phases
 from megalith.spec.problem import SpecErrors
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import EVERY_STEP, FULL, SitesSpec
-from megalith.spec.state import MASTER
-from megalith.spec.toml import literal
 
 LONGEST_NAME = 40
 """Largest number of characters of a site's name, which appears in tables and sentences."""
@@ -166,6 +164,9 @@ def sites_stay_together(case: Case) -> Found:
     if case.plan.post_validation:
         reason = "may undo an update after its weights were sent to the other sites"
         yield error("plan.post_validation", True, reason, "Use post_validation = false.")
+    if case.plan.state.release and spec.sites.exchanges_gradients:
+        reason = "updates weights within the backward, before sites have exchanged their gradients"
+        yield error("plan.state.release", True, reason, 'Use release = false, or method = "merge".')
     if spec.fleet.fallback is not None:
         reason = "would give one site fewer ranks, but every site needs the plan's ranks"
         yield error("fleet.fallback", spec.fleet.fallback.ranks, reason, "Leave it out.")
@@ -280,19 +281,6 @@ def launched_alone(spec: RunSpec) -> Found:
     if sites is not None and sites.count > 1 and sites.site is None:
         reason = "is not set, but a launcher starts the ranks of only one site"
         yield error("sites.site", None, reason, "Launch each site with --set sites.site=0, 1 and so on, and its own run folder.")
-
-
-def master_weights_stay_on_the_device(case: Case) -> Found:
-    """Merges need master weights on the device. Moments may be elsewhere."""
-    spec, precision = case.spec, case.spec.train.precision
-    if spec.sites is not None and spec.plan.state.away and PRECISIONS[precision].compute.name != MASTER.number:
-        reason = (
-            f"with train.precision = {literal(precision)} keeps master weights outside the device, but a merge across sites changes them "
-            "in the device's memory"
-        )
-        yield error(
-            "plan.state", spec.plan.state.model_dump(), reason, 'Leave out [plan.state], or use train.precision = "fp32".'
-        )
 
 
 def faults_go_back_to_checkpoints(case: Case) -> Found:

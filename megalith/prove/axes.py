@@ -1,6 +1,6 @@
 """Choices that can be combined, the small run of each combination, and the reasons why a combination cannot run."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
@@ -16,6 +16,7 @@ from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.plan import EXPERTS_ACTIVATION, UP_PROJECTION, Plan
 from megalith.spec.presets import presets
 from megalith.spec.run import RunSpec
+from megalith.spec.sites import at_site
 from megalith.spec.state import LOWER
 
 MAX_RANKS = 8
@@ -27,9 +28,14 @@ released)."""
 PHASES = ({"begin": SAMPLES, "global_batch": 2 * SAMPLES}, {"begin": 3 * SAMPLES, "global_batch": SAMPLES, "seq_len": 24})
 """Each of the three steps is in a different phase."""
 
-ROUND = {"inner_steps": 2, "grace": 600.0}
-"""Sites of a drawn run merge after the second of its three steps and after the last. The grace is so long that no slow site is left
-behind."""
+ROUND = {"inner_steps": 2}
+"""Sites of a drawn run that merge weights do so after two of its three steps and after the last."""
+
+GRACE = {"grace": 600.0}
+"""No site of a drawn run is left behind, however slow."""
+
+SECOND = {"data": 2, "zero": 2, "microbatch": 2}
+"""The plan of the second of two unequal sites; the first has the drawn one."""
 
 UNEVEN = {"interleaved": {"layers": (0, LAYERS // 2, LAYERS // 2, 0)}}
 """Schedules that are drawn with the embedding and the head in stages of their own."""
@@ -102,6 +108,8 @@ AXES: Axes = {
         },
         "two, asynchronous": {"sites": {"count": 2, "fragments": 2, "bits": 8, "staleness": 1}},
         "three, at each step": {"sites": {"count": 3, "inner_steps": 1, "nesterov": False}},
+        "two, unequal": {"sites": {"count": 2, "each": ({"share": 1}, {"share": 2, "plan": SECOND})}},
+        "two, data parallel": {"sites": {"count": 2, "method": "data-parallel"}},
     },
     "phases": {"none": {}, "a larger batch, then shorter sequences": {"phases": PHASES}},
     "optimizer": {kind: {"kind": kind} for kind in OPTIMIZERS},
@@ -166,12 +174,17 @@ class ParityCase:
     @property
     def ranks(self) -> int:
         """The ranks of all sites."""
-        return self.spec.plan.ranks * (self.spec.sites.count if self.spec.sites is not None else 1)
+        return sum(site.plan.ranks for site in sites_of(self.spec))
 
     @property
     def pairs(self) -> frozenset[Pair]:
         """Pairs of choices that this draw proves to work together."""
         return pairs_of(self.choices)
+
+
+def sites_of(spec: RunSpec) -> list[RunSpec]:
+    """Return the run as each of its sites trains it; the run itself if it has no sites."""
+    return [at_site(spec, site) for site in range(spec.sites.count)] if spec.sites is not None else [spec]
 
 
 ROUNDED = frozenset(
@@ -215,18 +228,7 @@ def conflicts(choices: Choices) -> Iterator[Problem]:
     if OPTIMIZERS[kind].amplifies and precision != "fp32":
         reason = f"amplifies the rounding of {precision}, so that no comparison is possible"
         yield Problem("error", "optimizer.kind", kind, reason, "Compare it in fp32.")
-    yield from rounded_sites(choices)
     yield from (problem for problem in check(spec, files=False) if problem.severity == "error")
-
-
-def rounded_sites(choices: Iterable[Choice]) -> Iterator[Problem]:
-    """Yield the objection to sites in a rounded precision. No other choice can remove it."""
-    chosen = dict(choices)
-    if chosen.get("sites", "one") != "one" and (rounded := ROUNDED & {*chosen.items()}):
-        ((_, name),) = rounded
-        precision = AXES["precision"][name]["precision"]
-        reason = f"rounds to {precision}: in it only whole runs can be compared, but runs with sites are compared round by round"
-        yield Problem("error", "train.precision", precision, reason, "Compare it in fp32.")
 
 
 def halvings(choices: Choices) -> int:
@@ -240,7 +242,9 @@ def _plan_keys(choices: Choices) -> dict[str, Any]:
 
 def _ranks(asked: Mapping[str, Any]) -> int:
     plan = prod(asked.get(name, 1) for name in ("data", "replicate", "tensor", "context", "pipeline"))
-    return plan * asked.get("sites", {}).get("count", 1)
+    sites = asked.get("sites", {})
+    others = [one["plan"] for one in sites.get("each", ()) if "plan" in one]
+    return plan * (sites.get("count", 1) - len(others)) + sum(map(_ranks, others))
 
 
 def run_of(choices: Choices) -> RunSpec:
@@ -249,8 +253,9 @@ def run_of(choices: Choices) -> RunSpec:
     preset, precision, kind, phases, moments = (
         asked.pop(name, ()) for name in ("preset", "precision", "kind", "phases", "moments")
     )
-    sites = asked.pop("sites", None)
-    batch = SAMPLES * (sites["count"] if sites else 1)
+    sites = asked.pop("sites", {})
+    shares = [one["share"] for one in sites.get("each", ())]
+    batch = SAMPLES * (sum(shares) or sites.get("count", 1))  # the first site has a run's without sites
     narrow = {
         key: asked.pop(key)
         for key in ("granularity", "scale", "history", "dispatch", "combine_gradients", "gather", "kept")
@@ -267,7 +272,7 @@ def run_of(choices: Choices) -> RunSpec:
     if asked.pop("release", False):  # `check` refuses it in any other place
         asked["state"], microbatches = asked.get("state", {}) | {"release": True}, 1
     plan = Plan.model_validate(asked | {"data": data, "microbatch": max(1, SAMPLES // data // microbatches)})
-    return RunSpec.model_validate(
+    run = RunSpec.model_validate(
         {
             "name": preset,
             "model": _small(preset, precision).model_dump(),
@@ -284,9 +289,10 @@ def run_of(choices: Choices) -> RunSpec:
             | clipping
             | (SMALL_MOMENTS if moments != "fp32" else {}),
             "loss_scale": {"initial": LOSS_SCALE},
-            **({"sites": ROUND | sites} if sites else {}),
+            **({"sites": GRACE | ({} if "method" in sites else ROUND) | sites} if sites else {}),
         }
     )
+    return at_site(run)
 
 
 def _times(phase: Mapping[str, int], sites: int) -> dict[str, int]:

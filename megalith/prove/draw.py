@@ -24,7 +24,6 @@ from megalith.prove.axes import (
     cost_of,
     halvings,
     pairs_of,
-    rounded_sites,
     run_of,
     valid_run,
 )
@@ -42,7 +41,7 @@ SWEEPS = 2
 """A search for a combination ends after this many sweeps over all changes of one choice that do not reduce the objections."""
 
 SEARCHES = 3
-"""A pair is refused after this many searches, each from another combination."""
+"""Searches, each from another combination, after which a pair is refused; one is enough if an objection stays throughout."""
 
 
 def draw(count: int | None, seed: int, axes: Axes = AXES) -> list[ParityCase]:
@@ -122,8 +121,8 @@ def uncovered(draws: Sequence[ParityCase], axes: Axes = AXES) -> list[Pair]:
 
 
 def conflict_of(pair: Pair) -> list[Problem]:
-    """Return the objections to a pair of choices that no other choices remove; none if some combination proves the pair."""
-    return min((_search(Random(seed), pair, AXES)[1] for seed in range(SEARCHES)), key=len)
+    """Return the objections to a pair of choices that stay whatever the other choices are; none if a combination proves the pair."""
+    return _search(Random(0), pair, AXES)[1]
 
 
 def _every(axes: Axes) -> Iterator[Pair]:
@@ -150,30 +149,44 @@ def _missing(random: Random, pool: Sequence[ParityCase], axes: Axes) -> list[Par
 
 
 def _search(random: Random, pair: Pair, axes: Axes) -> tuple[ParityCase | None, list[Problem]]:
-    """Look for a combination that proves a pair: change the other choices one by one, but never so that the objections increase. Each
-    factor of two in excess ranks counts as one objection. If none is found, return None and the objections that are left."""
-    if never := [*rounded_sites(pair)]:
-        return None, never
+    """Look for a combination that proves a pair, from several others. If none is found, return None and the fewest objections left."""
     if not BELOW_FP32 & pair:  # which rounded precisions do not prove
         exact = {name: asked for name, asked in axes["precision"].items() if ("precision", name) not in ROUNDED}
         if not exact:
             return None, []
         axes = {**axes, "precision": exact}
+    found = list[list[Problem]]()
+    for _ in range(SEARCHES):
+        choices, left, stays = _without_objections(random, pair, axes)
+        if not left:
+            return ParityCase(choices, run_of(choices)), []
+        found.append(left)
+        if stays:
+            break
+    return None, min(found, key=len)
+
+
+def _without_objections(random: Random, pair: Pair, axes: Axes) -> tuple[Choices, list[Problem], bool]:
+    """Change one other choice of a random combination after another, never to more objections, of which each factor of two too many ranks
+    is one. Return the combination with its objections, and whether these stay whichever choice is changed: then the others are left out."""
     choices = _any(random, pair, axes)
     left, before = list(conflicts(choices)), halvings(choices)
     changes, idle = [(axis, value) for axis in axes if axis not in dict(pair) for value in axes[axis]], 0
     while left and idle < SWEEPS:
-        idle += 1
+        idle, stay = idle + 1, {*map(str, left)}
         for axis, value in random.sample(changes, len(changes)):
             other = _changed(choices, axis, value)
             problems, after = list(conflicts(other)), halvings(other)
+            stay.intersection_update(map(str, problems))
             if len(problems) + after > len(left) + before:
                 continue
             idle = idle if len(problems) + after == len(left) + before else 0
             choices, left, before = other, problems, after
             if not left:
                 break
-    return (None, left) if left else (ParityCase(choices, run_of(choices)), [])
+        if stay:
+            return choices, [problem for problem in left if str(problem) in stay], True
+    return choices, left, False
 
 
 def _any(random: Random, fixed: Iterable[Choice], axes: Axes) -> Choices:

@@ -19,7 +19,6 @@ from megalith.prove.meter import Memory, Meter, Traffic, Work
 from megalith.spec import cluster
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import fragments
-from megalith.spec.state import MASTER
 from megalith.train.assemble import Trainer, assemble, mesh_groups
 from megalith.train.measure.precision import PrecisionWatch
 from megalith.train.sites.state import OuterState
@@ -120,8 +119,8 @@ def _outer(trainer: Trainer) -> list[torch.Tensor]:
     """Make the tensors that merges with other sites keep on the device for this rank's weights; none in a run without sites."""
     if (sites := trainer.run.sites) is None:
         return []
-    shapes = {name.removeprefix(f"{MASTER.name}."): share.shape for name, share in trainer.state.shares(MASTER.category).items()}
-    kept = OuterState(trainer.state, fragments({name: tuple(shape) for name, shape in shapes.items()}, sites), sites, leads=False)
+    shapes = {name: tuple(trainer.state.master(name).shape) for name in trainer.state.masters}
+    kept = OuterState(trainer.state, fragments(shapes, sites), sites, leads=False)
     return [tensor for each in (kept.anchors, kept.velocities, kept.feedback) for tensor in each.values()]
 
 

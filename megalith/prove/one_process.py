@@ -53,12 +53,12 @@ class RandomText:
         return ids[:-1], targets, positions, tuple(lengths.tolist())
 
 
-def reference(spec: RunSpec, *, device: torch.device) -> Recording:
-    """The run on one process."""
+def reference(spec: RunSpec, *, device: torch.device, parts: int = 1) -> Recording:
+    """The run on one process. `parts`: as in `SingleProcess.step`."""
     alone, phases, samples = SingleProcess(spec, device=device), Phases.of(spec), 0
     for _ in range(spec.train.steps):
         now = during(spec, phases.at(samples))
-        alone.step(now, first=samples)
+        alone.step(now, first=samples, parts=parts)
         samples += now.train.global_batch
     return alone.finish()
 
@@ -90,12 +90,13 @@ class SingleProcess:
         self._advance = update_of(self.parameters, o, model)
         self._clipping = Clipping(o, model, self.stage, self.parameters)
 
-    def step(self, now: RunSpec, *, first: int) -> None:
-        """Train a step of the samples from number `first` on. `now`: the run in its phase."""
+    def step(self, now: RunSpec, *, first: int, parts: int = 1) -> None:
+        """Train a step of the samples from number `first` on. `now`: the run in its phase. The loss is the mean over this many `parts` of
+        the samples, and that of a part the mean over its targets."""
         kept, step, o = self.kept, len(self.kept.losses), self.spec.optimizer
         for multiply in self._narrow.values():
             multiply.microbatch = self.spec.plan.microbatch * now.train.seq_len
-        kept.losses.append(_reference_step(self.stage, self._faces, now, first=first, device=self.device, kept=kept))
+        kept.losses.append(_reference_step(self.stage, self._faces, now, first=first, parts=parts, device=self.device, kept=kept))
         grads = {name: gradient_of(p).clone() for name, p in self.parameters.items()}
         norm = sum(float(grad.double().square().sum()) for grad in grads.values()) ** 0.5  # torch's norm drifts in a large tensor
         self._clipping.clip(norm, number=step)
@@ -139,6 +140,7 @@ def _reference_step(
     spec: RunSpec,
     *,
     first: int,
+    parts: int,
     device: torch.device,
     kept: Recording,
 ) -> float:
@@ -147,17 +149,18 @@ def _reference_step(
     text, head = RandomText(spec), stage.spec.head
     rows = spec.plan.set_sequences
     sets = [text.batch(range(first + i * rows, first + (i + 1) * rows)) for i in range(spec.microbatches)]
-    valid = sum(int((samples.targets >= 0).sum()) for samples in sets)
+    each = len(sets) // parts
+    valid = [sum(int((samples.targets >= 0).sum()) for samples in sets[i : i + each]) for i in range(0, len(sets), each)]
     cut = Cut(spec.data.document_mask, head.ahead.depth if head.ahead else 0)
     scale = gradient_scale_of(spec)
     total = 0.0
     with recording(stage) as routings, maxima() as seen:
-        for samples in sets:
+        for number, samples in enumerate(sets):
             batch = to_batch(
                 samples,
                 cut,
                 device=device,
-                loss_scale=1 / valid,
+                loss_scale=1 / (parts * valid[number // each]),
                 z_loss=spec.train.z_loss,
                 sequences=spec.train.global_batch,
                 gradient_scale=scale,

@@ -5,7 +5,7 @@ The reference is `prove.one_process`.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -37,6 +37,7 @@ from megalith.train.own.admit import admit
 from megalith.train.post_validation import Unchecked
 from megalith.train.run import choose_device, join
 from megalith.train.step import accumulate, conclude, train_step, update
+from megalith.train.step_hooks import StepHook, notify
 from megalith.train.tally import StepGradients, StepTotals
 
 OPTIMIZER = {"warmup": 0, "adaptive_clip_after": 1, "lr": 1e-4, "schedule": "constant", "eps": 1e-5, "iteration": "fp32"}
@@ -144,8 +145,9 @@ def record(trainer: Trainer) -> Recording:
 class Recorder:
     """Trains on random text, and records each step."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer, self._kept = trainer, Recording()
+    def __init__(self, trainer: Trainer, *, hooks: Sequence[StepHook] = ()) -> None:
+        """`hooks`: called once a step's gradients are complete, before they are recorded."""
+        self._trainer, self._kept, self._hooks = trainer, Recording(), hooks
         self._totals: list[StepTotals] = []
         self._late: Unchecked | None = None
 
@@ -165,6 +167,7 @@ class Recorder:
             routings = [stack.enter_context(recording(stage)) for stage in trainer.stages.values()]
             seen = stack.enter_context(maxima())
             accumulated = accumulate(trainer, samples, check=self._late)
+        notify(self._hooks, "after_reduction", trainer, step, accumulated.executed.nll)
         self._totals += [self._late.totals] if self._late else []
         kept.gradients.append(_together({name: gradient_of(p) for name, p in trainer.parameters.items()}, trainer))
         kept.routing.append(_all_routed(trainer, accumulated, routings))

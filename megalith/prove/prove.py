@@ -63,12 +63,11 @@ def prove(one: ParityCase, *, references: dict[Any, Recording]) -> ParityResult:
     torch.set_num_threads(1)
     try:
         if one.spec.sites is not None:
-            rows, tied = prove_sites(one.spec, timeout=TIMEOUT)
-            return ParityResult(one, tuple(rows), tied)
-        found = recorded(one.spec)
+            verdict = prove_sites(one.spec, timeout=TIMEOUT)
+        else:
+            verdict = judge(recorded(one.spec), spec=one.spec, alone=lambda spec: _known(spec, references))
     except (RuntimeError, TimeoutError) as error:
         return ParityResult(one, (), error=str(error))
-    verdict = judge(found, spec=one.spec, alone=lambda spec: _known(spec, references))
     return ParityResult(one, verdict.rows, verdict.tokens_tied)
 
 

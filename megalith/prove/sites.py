@@ -1,31 +1,40 @@
-"""Proves a combination with sites round by round: each site trains like one process, and merges have the bits of an independent
-implementation in numpy.
+"""The proof of a combination with sites.
 
-Whole runs cannot be compared if differences are rounded, because the last bit of a weight can change a code. So the merges in numpy start
-from the bits of the trainer's weights, and one process continues from the trainer's merged weights.
+Sites that merge weights are compared round by round: each trains like one process, and merges have the bits of an independent
+implementation in numpy. Whole runs cannot be compared where differences are rounded: the last bit of a weight can change a code. So the
+merges get the bits that the sites' weights had before, and one process continues from the trainer's merged weights. In a rounded precision
+a second process does the same in fp32, and the site's distance from it is compared with that of the first.
+
+Sites that exchange gradients are compared with one process that trains on the samples of all sites, and hold the same bits.
 """
 
 import os
 import tempfile
-from dataclasses import dataclass, field
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megalith.fleet.secure import key
+from megalith.kernels.narrow import TrackedMaxima
 from megalith.parallel.groups import group_of
-from megalith.prove.compare import Gap, Recording, Row, compare, learning_rates, ties, worst
-from megalith.prove.one_process import SingleProcess
+from megalith.prove.axes import sites_of
+from megalith.prove.compare import Gap, Recording, Row, learning_rates, worst
+from megalith.prove.one_process import SingleProcess, reference
 from megalith.prove.parity import Recorder
 from megalith.prove.site_merges import Reference
+from megalith.prove.verdict import Verdict, in_precision, judge
 from megalith.prove.worlds import run_ranks
-from megalith.spec.numbers import PRECISIONS, Reordered
+from megalith.spec.numbers import PRECISIONS, Rounded
 from megalith.spec.phases import Phases, during
 from megalith.spec.run import RunSpec
-from megalith.spec.sites import folder_of, fragments, within
+from megalith.spec.sites import at_site, folder_of, fragments, within
 from megalith.spec.sites.deal import Share
 from megalith.spec.treatment import amplifies
 from megalith.train.assemble import assemble, mesh_groups
@@ -45,34 +54,63 @@ class SiteRecording:
     after: list[Weights] = field(default_factory=list)
 
 
-def prove_sites(spec: RunSpec, *, timeout: float) -> tuple[list[Row], int]:
-    """Train a run across sites on ranks forked from this process, and compare it with one process and with merges in numpy. Return the
-    worst gap of each quantity over all sites, and the tokens that were sent to other experts because of a tie.
+def prove_sites(spec: RunSpec, *, timeout: float) -> Verdict:
+    """Train a run across sites on ranks forked from this process, and compare it with one process and, if sites merge weights, with
+    merges in numpy. Return the worst gap of each quantity over all sites.
 
     Raises RuntimeError or TimeoutError if the ranks do not finish.
     """
     assert spec.sites is not None
+    here = sites_of(spec)
+    ends = [*accumulate(site.plan.ranks for site in here)]
     with tempfile.TemporaryDirectory() as folder:
         for site in range(spec.sites.count):
             folder_of(Path(folder), site).mkdir(exist_ok=True)
-        found = run_ranks(_record, spec.sites.count * spec.plan.ranks, spec, folder, key.new().text, timeout=timeout)
-    sites: list[SiteRecording] = found[:: spec.plan.ranks]
-    alone = [SingleProcess(within(spec), device=CPU) for _ in sites]
-    moved, other_bits = _replayed(spec, sites, alone)
-    limits = PRECISIONS[spec.train.precision].parity
-    assert isinstance(limits, Reordered)
+        found = run_ranks(_record, ends[-1], spec, ends, folder, key.new().text, timeout=timeout)
+    sites: list[SiteRecording] = [found[end - site.plan.ranks] for end, site in zip(ends, here, strict=True)]
+    return _together(spec, sites) if spec.sites.exchanges_gradients else _apart(spec, here, sites)
+
+
+def _together(spec: RunSpec, sites: list[SiteRecording]) -> Verdict:
+    """Compare sites that exchange gradients with one process, and their bits with each other."""
+    first, maxima = sites[0].run, dict[str, TrackedMaxima]()
+    for name, one in ((name, one) for site in sites for name, one in site.run.maxima.items()):
+        maxima[name] = one.joined(maxima.get(name))
+    losses = [sum(each) / len(sites) for each in zip(*(site.run.losses for site in sites), strict=True)]
+    alone = partial(reference, device=CPU, parts=len(sites))
+    verdict = judge(replace(first, losses=losses, maxima=maxima), spec=within(spec, spec.train.global_batch), alone=alone)
+    other_bits = [
+        (_other_bits(theirs[name], tensor), f"{name}, step {step + 1}, site {number}")
+        for number, site in enumerate(sites)
+        for step, (ours, theirs) in enumerate(zip(sites[0].after, site.after, strict=True))
+        for name, tensor in ours.items()
+    ]
+    return replace(verdict, rows=(*verdict.rows, Row("weights of sites, numbers with other bits", *worst(other_bits, 0.0))))
+
+
+def _apart(spec: RunSpec, here: list[RunSpec], sites: list[SiteRecording]) -> Verdict:
+    """Compare sites that merge weights, each with one process, and their merges with those in numpy. `here`: the run at each site."""
+    limits, precision = PRECISIONS[spec.train.precision].parity, spec.train.precision
+    rounds = isinstance(limits, Rounded)
+    alone = {
+        each: [SingleProcess(in_precision(within(one), each), device=CPU) for one in here]
+        for each in (precision, *(("fp32",) if rounds else ()))
+    }
+    moved, other_bits = _replayed(spec, here, sites, alone)
     rows, tied = list[Row](), 0
-    for number, (site, one) in enumerate(zip(sites, alone, strict=True)):
+    for number, site in enumerate(sites):
         site.run.weights = site.before[-1]
-        rows += [
-            Row(row.quantity, row.gap, row.limit, f"{row.where}, site {number}")
-            for row in compare(one.kept, site.run, spec=within(spec), limits=limits)
-        ]
-        tied += ties(one.kept, site.run, tie=limits.tie)
+
+        def known(run: RunSpec, number: int = number) -> Recording:
+            return alone[run.train.precision][number].kept
+
+        verdict = judge(site.run, spec=within(here[number]), alone=known)
+        rows += [replace(row, where=f"{row.where}, site {number}") for row in verdict.rows]
+        tied += verdict.tokens_tied
     if not amplifies(spec.optimizer):
         rows.append(Row("weights before merges, in learning rates", *worst(moved, limits.weights)))
-    rows.append(Row("weights after merges, elements with other bits", *worst(other_bits, 0.0)))
-    return _worst_of_each(rows), tied
+    rows.append(Row("weights after merges, numbers with other bits", *worst(other_bits, 0.0)))
+    return Verdict(tuple(_worst_of_each(rows)), tied)
 
 
 def _worst_of_each(rows: list[Row]) -> list[Row]:
@@ -81,45 +119,60 @@ def _worst_of_each(rows: list[Row]) -> list[Row]:
     return [max(of, key=lambda row: (row.gap != row.gap, row.gap)) for of in quantities.values()]
 
 
-def _replayed(spec: RunSpec, sites: list[SiteRecording], alone: list[SingleProcess]) -> tuple[list[Gap], list[Gap]]:
-    """Train each site on one process, and merge the weights of the trainer's sites in numpy. Return the distances of the weights before
-    each merge, in learning rates, and how many elements of each tensor have other bits after it."""
+def _replayed(
+    spec: RunSpec, here: list[RunSpec], sites: list[SiteRecording], alone: Mapping[str, list[SingleProcess]]
+) -> tuple[list[Gap], list[Gap]]:
+    """Train each site on one process, and merge in numpy what the trainer's sites had. Return the distances of weights before each merge,
+    in learning rates, and how many numbers of each tensor have other bits after it. `alone`: a process for each site, in each precision."""
     assert spec.sites is not None
     phases, rates, moved, other_bits = Phases.of(spec), learning_rates(spec), list[Gap](), list[Gap]()
-    first = {name: tensor.numpy() for name, tensor in alone[0].weights().items()}
+    model, rounds = alone[spec.train.precision][0], len(alone) > 1
+    first = {name: tensor.numpy() for name, tensor in model.weights().items()}
     cut = fragments({name: first[name].shape for name in sorted(first)}, spec.sites)
-    merges = Reference.begin(spec.sites, cut, set(alone[0].stage.lasting_buffers()), first)
+    merges = Reference.begin(spec.sites, cut, set(model.stage.lasting_buffers()), first)
     for step in range(spec.train.steps):
-        for number, (site, one) in enumerate(zip(sites, alone, strict=True)):
+        for number, site in enumerate(sites):
             share = site.shares[step]
-            one.step(within(during(spec, phases.at(share.first)), share.size), first=share.first)
-            one.kept.weights, where = one.weights(), f"step {step + 1}, site {number}"
-            for name in one.parameters:
-                apart = float((site.before[step][name] - one.kept.weights[name]).abs().max()) / rates
-                moved.append((apart, f"{name}, {where}"))
+            now = within(during(here[number], phases.at(share.first)), share.size)
+            for precision, processes in alone.items():
+                one = processes[number]
+                one.step(in_precision(now, precision), first=share.first)
+                one.kept.weights = one.weights()
+            found = alone[spec.train.precision][number]
+            for name in found.parameters:
+                apart = site.before[step][name] - found.kept.weights[name]
+                gap = float(apart.square().mean().sqrt() if rounds else apart.abs().max()) / rates
+                moved.append((gap, f"{name}, step {step + 1}, site {number}"))
             merges.weights[number] = {name: tensor.numpy().copy() for name, tensor in site.before[step].items()}
         merges.after_step(step + 1, last=step + 1 == spec.train.steps)
-        for number, (site, one) in enumerate(zip(sites, alone, strict=True)):
+        for number, site in enumerate(sites):
             for name, tensor in site.after[step].items():
-                same = tensor.numpy().view(np.int32) == merges.weights[number][name].view(np.int32)
-                other_bits.append((float((~same).sum()), f"{name}, step {step + 1}, site {number}"))
+                other = _other_bits(tensor, torch.from_numpy(merges.weights[number][name]))
+                other_bits.append((other, f"{name}, step {step + 1}, site {number}"))
             merged = {name: each for name, each in site.after[step].items() if not torch.equal(each, site.before[step][name])}
-            one.take(merged)
+            for processes in alone.values():
+                processes[number].take(merged)
     return moved, other_bits
 
 
-def _record(rank: int, spec: RunSpec, folder: str, secret: str) -> SiteRecording:
-    """Train as one rank of a site, and record the site; only its first rank holds whole tensors."""
+def _other_bits(one: Tensor, other: Tensor) -> float:
+    """Return how many numbers of two tensors in fp32 have other bits."""
+    return float((one.contiguous().view(torch.int32) != other.contiguous().view(torch.int32)).sum())
+
+
+def _record(rank: int, spec: RunSpec, ends: list[int], folder: str, secret: str) -> SiteRecording:
+    """Train as one rank of a site, and record the site; only its first rank holds whole tensors. `ends`: the number of ranks up to each
+    site's last one."""
     os.environ[key.VARIABLE] = secret
     assert spec.sites is not None and dist.group.WORLD is not None
-    site, ranks = rank // spec.plan.ranks, spec.plan.ranks
-    inner = group_of(dist.group.WORLD, range(site * ranks, (site + 1) * ranks))
-    spec = spec.model_copy(update={"sites": spec.sites.model_copy(update={"site": site})})
+    site = bisect_right(ends, rank)
+    spec = at_site(spec.model_copy(update={"sites": spec.sites.model_copy(update={"site": site})}))
+    inner = group_of(dist.group.WORLD, range(ends[site] - spec.plan.ranks, ends[site]))
     trainer = assemble(spec, groups=mesh_groups(spec, CPU, inner), device=CPU)
     sites = build(trainer, folder_of(Path(folder), site), beat=lambda: None)
     sites.state.begin()
     sites.begin([])
-    recorder, phases, found = Recorder(trainer), Phases.of(spec), SiteRecording()
+    recorder, phases, found = Recorder(trainer, hooks=sites.step_hooks), Phases.of(spec), SiteRecording()
     phase = phases.at(0)
     for step in range(spec.train.steps):
         share = sites.deal(step).share

@@ -197,6 +197,30 @@ class State:
         else:
             share.fill((0,) * values.dim(), values.cpu())
 
+    @property
+    def masters(self) -> list[str]:
+        """The parameters and buffers that this rank holds a share of."""
+        return [*self._shares, *self.buffers]
+
+    def master(self, name: str) -> Tensor:
+        """Return this rank's share of the master weights of a parameter, or of a buffer, on the device: the one that training changes, or a
+        copy if it is elsewhere."""
+        if name in self.buffers:
+            return self.buffers[name]
+        share = self._held[MASTER][name]
+        if not isinstance(share, Tensor):
+            share = torch.cat([piece.clone() for _, piece in share.pieces()]).view(share.shape)
+        return share.to(self._shares[name].device)
+
+    def put_master(self, name: str, values: Tensor) -> None:
+        """Fill what `master` returns, wherever it is, and compute with it from now on."""
+        if name in self.buffers:
+            self.buffers[name].copy_(values)
+            return
+        self.put(MASTER, name, values)
+        if self.home is not None and (MASTER, name) in self.home.held:
+            self.home.lots[name].weight.take_over(0, values)
+
     def _laid(self, slot: Slot, name: str, share: Tensor | StreamedShare, whole: Tensor) -> Tensor | OffDeviceShare:
         if isinstance(share, Tensor) and (self.home is None or (slot, name) not in self.home.held):
             return like(slot, share, whole)

@@ -147,27 +147,24 @@ def test_faults_go_back_to_checkpoints() -> None:
 
 
 @pytest.mark.parametrize("place", ["host", "disk"])
-def test_master_weights_away_from_the_device_are_refused(place: str) -> None:
-    """In fp32 only moments are elsewhere."""
-    plan = {"state": {"optimizer": place}}
-    assert _keys(plan=plan, train={"precision": "bf16"}) == ["plan.state"]
-    assert (
-        _keys(plan=plan, train={"precision": "fp32"})
-        == []
-        == _keys(plan={"retain": {"blocks": place}}, train={"precision": "bf16"})
-    )
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "mxfp8"])
+def test_state_and_activations_of_a_site_may_be_elsewhere(place: str, precision: str) -> None:
+    state, train = {"optimizer": place}, {"precision": precision}
+    assert _keys(plan={"state": state}, train=train) == _keys(plan={"retain": {"blocks": place}}, train=train) == []
+    if precision != "fp32":
+        assert _keys(plan={"zero": 3, "state": state | {"weights": place}}, train=train) == []
 
 
 @pytest.mark.parametrize(
-    ("plan", "key"),
+    ("plan", "key", "sites"),
     [
-        ({"pipeline": 2, "schedule": "zb-h1", "post_validation": True}, "plan.post_validation"),
-        ({"state": {"optimizer": "host"}}, "plan.state"),
+        ({"pipeline": 2, "schedule": "zb-h1", "post_validation": True}, "plan.post_validation", {}),
+        ({"state": {"optimizer": "disk", "release": True}}, "plan.state.release", {"method": "data-parallel", "inner_steps": 1}),
     ],
 )
-def test_the_plan_of_another_site_follows_the_rules_of_sites(plan: dict[str, Any], key: str) -> None:
+def test_the_plan_of_another_site_follows_the_rules_of_sites(plan: dict[str, Any], key: str, sites: dict[str, Any]) -> None:
     each = ({"plan": {"data": 2}}, {"plan": plan})
-    run = at_site(tiny_run(sites={"inner_steps": 2, "each": each}, checkpoint={"every": 2}, train={"precision": "bf16"}))
+    run = at_site(tiny_run(sites={"inner_steps": 2, "each": each} | sites, checkpoint={"every": 2}, train={"precision": "bf16"}))
     assert f"sites.each.1.{key}" in [problem.key for problem in check(run, files=False) if problem.severity == "error"]
 
 

@@ -20,6 +20,9 @@ pytestmark = pytest.mark.slow
 RUNS = {
     "sites": brief_run(plan={"data": 2, "zero": 1}, train={"global_batch": 8}, sites={"bits": 4, "fragments": 2, "overlap": 1}),
     "sites without momentum": brief_run(plan={"data": 2, "zero": 3}, train={"global_batch": 8}, sites={"momentum": 0.0}),
+    "sites, state on disk": brief_run(
+        plan={"data": 2, "zero": 2, "state": {"optimizer": "disk"}}, train={"precision": "bf16"}, sites={"count": 1, "bits": 4}
+    ),
     "hsdp": brief_run(plan={"data": 4, "replicate": 2, "zero": 3}),
     "pipeline": brief_run(plan={"data": 2, "pipeline": 2, "zero": 2}),
     "context": brief_run(plan={"data": 2, "context": 2, "zero": 1, "recompute": "full"}),

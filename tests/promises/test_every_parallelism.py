@@ -34,9 +34,16 @@ REFUSED: dict[tuple[str, ...], set[str]] = {
     ("recompute", "retain"): {"plan.retain.share", "plan.retain.parts"},  # only all of the inputs of segments, and no parts
     ("zero", "pipeline"): {"plan.zero"},  # not with two copies of each stage
     ("optimizer", "precision"): {"optimizer.kind"},  # Lion makes a step of a rounding
-    ("expert", "sites"): {"ranks", "plan.expert"},  # three sites of four ranks are more than eight
-    ("norm", "sites"): {"plan.post_validation"},  # which other sites may have got by then
-    ("sites", "precision"): {"train.precision"},  # sites are compared round by round, which rounding does not allow
+    ("model", "sites"): {"sites.method"},  # loads of experts are counted within a site
+    ("expert", "sites"): {
+        "ranks",
+        "plan.expert",
+        "plan.expert_tensor",
+        "sites.method",
+    },  # three sites of four ranks are more than eight
+    ("norm", "sites"): {"plan.post_validation", "sites.each.0.plan.post_validation"},  # which other sites may have got by then
+    ("sites", "clipping"): {"optimizer.qk_clip"},  # so are the logits of heads
+    ("sites", "precision"): {"train.precision"},  # a site would leave out updates that the others make
 }
 if FULL:
     streamed, released, lion = "plan.state.weights", "plan.state.release", "optimizer.kind"
@@ -51,8 +58,7 @@ if FULL:
         ("pipeline", "state"): {streamed, "plan.zero"},
         ("state", "optimizer"): {streamed, lion},
         ("state", "precision"): {streamed, released},
-        ("state", "sites"): {streamed, "plan.state", "train.precision"},  # merges need the weights
-        ("sites", "precision"): {"train.precision", released},
+        ("sites", "precision"): {"train.precision", "precision.history", "optimizer.master", released},
         ("pipeline", "precision"): {released, "plan.microbatch"},  # released gradients are those of one microbatch
         ("norm", "precision"): {released},
         ("phases", "precision"): {released},

@@ -241,7 +241,7 @@ def test_sparse_and_eager_merges_go_on_with_the_same_bits(data: Path, tmp_path: 
 def test_the_samples_of_a_large_site_go_to_a_small_one(data: Path, tmp_path: Path) -> None:
     """The large site never comes back. The steps of the other site stay as small as before."""
     folder = tmp_path / "run"
-    spec = _spec(data, STREAMING | {"decides": 1, "grace": 0.5, "each": OWN_PLANS}, train={"steps": 12})
+    spec = _spec(data, STREAMING | {"decides": 1, "grace": 5.0, "each": OWN_PLANS}, train={"steps": 12})
     with when("step", 7, site=0, act=lambda: signal_yourself(signal.SIGKILL)):
         second, first = start_site(spec, folder, 1, environment=GIVEN), start_site(spec, folder, 0, environment=GIVEN)
         assert any(finish(first)) and finish(second) == [0]
@@ -262,10 +262,22 @@ def test_a_killed_run_ends_with_the_same_bits(victim: int, data: Path, whole: Pa
     assert starts[0] == 0 and starts[1] in (3, 6), "the newest that both have"
 
 
-@pytest.mark.parametrize("place", [{"optimizer": "host", "share": 0.5}, pytest.param({"optimizer": "disk"}, marks=only_full)])
-def test_moments_elsewhere_change_no_bit(place: dict[str, Any], data: Path, whole: Path, tmp_path: Path) -> None:
-    """This includes a kill and a resume."""
-    spec = _spec(data, STREAMING, plan={"state": place})
+@pytest.mark.parametrize(
+    ("precision", "place"),
+    [
+        ("fp32", {"optimizer": "host", "share": 0.5}),
+        pytest.param("fp32", {"optimizer": "disk"}, marks=only_full),
+        pytest.param("bf16", {"optimizer": "host", "share": 0.5}, marks=only_full),
+        pytest.param("bf16", {"optimizer": "disk"}, marks=only_full),
+    ],
+)
+def test_state_elsewhere_changes_no_bit(precision: str, place: dict[str, Any], data: Path, whole: Path, tmp_path: Path) -> None:
+    """This includes a kill and a resume. In bf16 master weights are elsewhere too."""
+    train = {"precision": precision}
+    if precision != "fp32":
+        whole = tmp_path / "whole"
+        _train(_spec(data, STREAMING, train=train), whole)
+    spec = _spec(data, STREAMING, train=train, plan={"state": place})
     with when("step", 7, site=1, act=lambda: die_once_saved(folder_of(tmp_path / "run", 1), 6)):
         assert any(finish(start(spec, tmp_path / "run", environment=GIVEN)))
     assert_same_bits(_train(spec, tmp_path / "run"), final_state(whole))
@@ -456,7 +468,7 @@ def test_late_differences_survive_a_kill(victim: int, data: Path, tmp_path: Path
 
 def test_a_site_that_never_comes_back_loses_no_sample(data: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    spec = _spec(data, STREAMING | {"decides": 0, "grace": 0.5}, train={"steps": 12})
+    spec = _spec(data, STREAMING | {"decides": 0, "grace": 3.0}, train={"steps": 12})
     with when("step", 7, site=1, act=lambda: signal_yourself(signal.SIGKILL)):
         first, second = start_site(spec, folder, 0, environment=GIVEN), start_site(spec, folder, 1, environment=GIVEN)
         assert finish(second) == [-signal.SIGKILL] and finish(first) == [0]

@@ -15,6 +15,8 @@ from tests.runs import prepare_text
 
 RECIPE = Path(__file__).parents[2] / "recipes/cpu-sites-campaign.toml"
 TWO = ("sites.count=2", "sites.decides=0")
+SLOW = "launch.start_timeout=900"
+"""A machine that does much else imports torch for minutes."""
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +26,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _campaign(data: Path, out: Path, *settings: str, faults: int, kinds: tuple[str, ...] = (), seed: int = 1) -> dict[str, Any]:
     """Run the command, and return what it prints for programs."""
-    words = [word for setting in (f"data.path={data}", *settings) for word in ("--set", setting)]
+    words = [word for setting in (f"data.path={data}", SLOW, *settings) for word in ("--set", setting)]
     words += [word for kind in kinds for word in ("--kind", kind)]
     command = [sys.executable, "-m", "megalith.cli", "campaign", str(RECIPE), "--faults", str(faults), "--seed", str(seed)]
     done = subprocess.run([*command, "--out", str(out), "--json", *words], capture_output=True, text=True, check=False)

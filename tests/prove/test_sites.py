@@ -13,13 +13,15 @@ from megalith.prove.axes import AXES, ParityCase, run_of
 from megalith.prove.prove import ParityResult, prove
 from megalith.train.sites import outer, pieces
 from megalith.train.sites.state import OuterState
+from megalith.train.sites.synchronous import SynchronousSites
 from megalith.train.sites.whole_tensors import WholeTensors
 from tests.full import only_full, sampled
 
 pytestmark = pytest.mark.slow
 torch.set_num_threads(1)  # a forked child hangs in OpenMP if its parent has used more than one thread
 
-MERGED, BEFORE = "weights after merges, elements with other bits", "weights before merges, in learning rates"
+MERGED, BEFORE = "weights after merges, numbers with other bits", "weights before merges, in learning rates"
+ALIKE = "weights of sites, numbers with other bits"
 
 
 def _proved(**chosen: str) -> ParityResult:
@@ -37,6 +39,12 @@ def _proved(**chosen: str) -> ParityResult:
         {"sites": "two, eager, the largest", "pipeline": "1f1b", "retain": "on the host"},
         {"sites": "two, asynchronous", "tensor": "2", "phases": "a larger batch, then shorter sequences"},
         {"sites": "three, at each step", "context": "ring of 2", "optimizer": "muon"},
+        {"sites": "two, unequal", "tensor": "2", "phases": "a larger batch, then shorter sequences"},
+        {"sites": "two, unequal", "model": "latent attention, experts, MTP", "expert": "2", "dp_shard": "2"},
+        {"sites": "two, unequal", "precision": "bf16", "dp_shard": "2", "zero": "3"},
+        {"sites": "one that merges", "precision": "fp8", "tensor": "2"},
+        {"sites": "two, fragments of 4 bits", "precision": "mxfp8", "dp_shard": "2", "zero": "2"},
+        {"sites": "two", "precision": "bf16, also gradients", "pipeline": "1f1b"},
     ],
     ids=lambda chosen: "; ".join(chosen.values()),
 )
@@ -45,6 +53,24 @@ def test_sites_train_like_one_process_each_and_merge_as_in_numpy(chosen: dict[st
     proof = _proved(**chosen)
     assert proof.outcome == "equal", proof.error or proof.rows
     assert {row.quantity for row in proof.rows} >= {MERGED, BEFORE}
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"dp_shard": "2", "zero": "3", "optimizer": "muon"},
+        {"tensor": "2", "clipping": "each gradient", "phases": "a larger batch, then shorter sequences"},
+        {"pipeline": "1f1b", "retain": "on the host", "state": "on disk"},
+        {"precision": "bf16", "context": "ring of 2"},
+        {"precision": "fp8, a scale for each tensor", "dp_shard": "2", "zero": "1"},
+    ],
+    ids=lambda chosen: "; ".join(chosen.values()),
+)
+@sampled(1)
+def test_sites_that_exchange_gradients_train_like_one_process_with_the_samples_of_all(chosen: dict[str, str]) -> None:
+    proof = _proved(sites="two, data parallel", **chosen)
+    assert proof.outcome == "equal", proof.error or proof.gaps
+    assert ALIKE in {row.quantity for row in proof.rows}
 
 
 @contextmanager
@@ -86,6 +112,35 @@ def wrong_gradient() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def equal_shares() -> Iterator[None]:
+    """Plant: a merge counts a site of twice the samples once."""
+    mean = outer.mean
+    with mock.patch.object(outer, "mean", lambda differences, shares: mean(differences, [1] * len(shares))):
+        yield
+
+
+@contextmanager
+def own_gradients() -> Iterator[None]:
+    """Plant: the second site keeps its own gradients of the first block's norms."""
+    update = SynchronousSites._update
+
+    def kept(self: SynchronousSites, name: str, *rest: Any) -> None:
+        if self.site == 0 or not name.startswith("blocks.0.") or "norm" not in name:
+            update(self, name, *rest)
+
+    with mock.patch.object(SynchronousSites, "_update", kept):
+        yield
+
+
+@contextmanager
+def summed_gradients() -> Iterator[None]:
+    """Plant: sites take the sum of their gradients for the mean."""
+    mean = outer.mean
+    with mock.patch.object(outer, "mean", lambda differences, shares: mean(differences, shares) * len(shares)):
+        yield
+
+
 @pytest.mark.parametrize(
     ("plant", "chosen", "found_in"),
     [
@@ -94,6 +149,16 @@ def wrong_gradient() -> Iterator[None]:
         pytest.param(lost_feedback, {"sites": "two, fragments of 4 bits"}, MERGED, marks=only_full),
         pytest.param(other_rounding, {"sites": "two, eager, the largest"}, MERGED, marks=only_full),
         (wrong_gradient, {"sites": "two, asynchronous"}, "gradients, of the tensor's largest"),
+        pytest.param(equal_shares, {"sites": "two, unequal"}, MERGED, marks=only_full),
+        pytest.param(wrong_sign, {"sites": "two", "precision": "bf16"}, MERGED, marks=only_full),
+        pytest.param(
+            wrong_gradient,
+            {"sites": "two", "precision": "bf16", "dp_shard": "2"},
+            "gradients' length, |factor - 1| beyond chance",
+            marks=only_full,
+        ),
+        pytest.param(own_gradients, {"sites": "two, data parallel"}, ALIKE, marks=only_full),
+        (summed_gradients, {"sites": "two, data parallel"}, "gradient norm, relative"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

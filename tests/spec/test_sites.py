@@ -48,6 +48,17 @@ def test_bytes() -> None:
     assert wire_bytes(Fragment(0, ())) == 40 + 44
 
 
+def test_two_bits_send_as_many_times_fewer_bytes_than_gradients_as_the_guide_says() -> None:
+    """All counts: codes, scales, vectors in fp32, and what authentication adds."""
+    model = model_parameters(files.load(Path("recipes/quickstart.toml")).spec.model.build())
+    cut = fragments({name: each.shape for name, each in model.items()}, SitesSpec(inner_steps=30, fragments=5, overlap=5, bits=2))
+    numbers, sent = sum(each.numel for each in model.values()), sum(map(wire_bytes, cut))
+    wide, half = (30 * width * numbers / sent for width in (4, 2))
+    assert wide > 256
+    said = f"quickstart's model are {sent:,} in a round: {wide:.0f} times fewer than gradients in fp32 after each step, {half:.0f} times"
+    assert said in " ".join(Path("docs/guide/sites.md").read_text(encoding="utf-8").split())
+
+
 @pytest.mark.parametrize(("steps", "count"), [(6, 1), (6, 3), (7, 3), (5, 5), (1, 1)])
 def test_each_fragment_is_due_once_a_round(steps: int, count: int) -> None:
     spec = SitesSpec(inner_steps=steps, fragments=count)

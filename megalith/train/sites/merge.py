@@ -252,7 +252,7 @@ class Sites:
             if fragment.number not in self._taken:
                 yield from self._take(fragment.number, step, wait=True)
         for name, anchor in self.state.anchors.items():
-            self.state.weights[name].copy_(anchor)
+            self.state.put(name, anchor)
 
     # --- one fragment ---
 
@@ -299,7 +299,7 @@ class Sites:
             told = values
         if self.spec.eager:
             for name in filter(state.is_trained, values):
-                state.weights[name].copy_(self._eager(name, told[name], deal.counted[number]))
+                state.put(name, self._eager(name, told[name], deal.counted[number]))
         place = state.fly(number, step) if self.spec.flies else None
         if self._council is not None:
             if place is not None:
@@ -312,9 +312,9 @@ class Sites:
         """Return this rank's shares of the site's differences."""
         state = self.state
         return {
-            piece.name: outer.difference(state.anchors[piece.name], state.weights[piece.name], state.left_out(piece.name))
+            piece.name: outer.difference(state.anchors[piece.name], state.weight(piece.name), state.left_out(piece.name))
             for piece in fragment.pieces
-            if piece.name in state.anchors
+            if piece.name in state.names
         }
 
     @torch.no_grad()
@@ -337,7 +337,7 @@ class Sites:
         theirs = [self._decoded(fragment, row) for row in self._wholes.broadcast(table)]
         spread = torch.zeros(2, dtype=torch.float64)
         for piece in fragment.pieces:
-            if piece.name in state.anchors and theirs:
+            if piece.name in state.names and theirs:
                 self._update(piece.name, [each[piece.name] for each in theirs], taken, deal.count_in(number), spread)
         if self._wholes.size > 1:
             dist.all_reduce(spread, group=self._wholes.group)
@@ -377,7 +377,7 @@ class Sites:
         """Return this rank's boxes of the values decoded from `encoded`, fp32 on the CPU."""
         found, at = {}, 0
         for piece in fragment.pieces:
-            if piece.name in self.state.anchors:
+            if piece.name in self.state.names:
                 whole = pieces.decode(encoded[at : at + piece.bytes], piece)
                 share = self._wholes.share(piece.name, whole)
                 found[piece.name] = share if share.numel() == whole.numel() else share.clone()  # the whole is freed
@@ -394,15 +394,15 @@ class Sites:
         return anchor
 
     def _mean(self, name: str, theirs: Sequence[Tensor], taken: Sequence[Taken], spread: Tensor) -> Tensor:
-        """Return this rank's share of one tensor's mean difference over sites. `theirs`: the values of the differences `taken`.
-        `spread` [2]: gets the squared norm of the mean and the squared distances to the mean added."""
+        """Return this rank's share of the mean over sites of one tensor, on the CPU. `theirs`: the values of the differences `taken`.
+        `spread` [2]: squares of the mean, and of the distance to it, are added there."""
         weights = [one.weight for one in taken]
         gradient = outer.mean(theirs, weights)
         if name in self._wholes.owned:
             spread[0] += gradient.double().square().sum()
             apart = [weight * (each - gradient).double().square().sum() for weight, each in zip(weights, theirs, strict=True)]
             spread[1] += sum(apart) / sum(weights)
-        return gradient.to(self.state.anchors[name].device)
+        return gradient
 
     def _update(
         self, name: str, theirs: Sequence[Tensor], taken: Sequence[Taken], counted: Sequence[int], spread: Tensor
@@ -410,8 +410,8 @@ class Sites:
         """Merge this rank's share of one tensor. `counted`: the weight of each site in the mean. Other arguments are those of
         `_mean`."""
         state = self.state
-        gradient = self._mean(name, theirs, taken, spread)
-        trained = state.is_trained(name)
+        gradient = self._mean(name, theirs, taken, spread).to(state.anchors[name].device)
+        weight, trained = state.weight(name), state.is_trained(name)
         own = next((values for values, one in zip(theirs, taken, strict=True) if (one.site, one.age) == (self.site, 0)), None)
         early = self._eager(name, own, counted) if self.spec.eager and trained else None
         if trained:
@@ -419,10 +419,11 @@ class Sites:
         else:
             outer.average(state.anchors[name], gradient)
         if early is not None:
-            outer.correct(state.weights[name], state.anchors[name], early)
+            outer.correct(weight, state.anchors[name], early)
         else:  # a site whose difference is late takes the merged weights whole: a later merge will have what it has trained
             keeps = trained and (own is not None or not self.spec.staleness)
-            outer.mix(state.weights[name], state.anchors[name], self.spec.own_share if keeps else 0.0)
+            outer.mix(weight, state.anchors[name], self.spec.own_share if keeps else 0.0)
+        state.put(name, weight)
 
     @contextmanager
     def merged(self) -> Iterator[None]:

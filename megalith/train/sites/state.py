@@ -23,18 +23,19 @@ class OuterState:
     def __init__(self, inner: State, fragments: Sequence[Fragment], sites: SitesSpec, *, leads: bool) -> None:
         """`inner`: the state that the site trains. `leads`: this is the site's leading rank."""
         self._inner = inner
-        self.weights = {name.removeprefix(_WEIGHTS): share for name, share in inner.shares(MASTER.category).items()}
-        """The live weights and buffers of the site, which training changes."""
-        pieces = {piece.name: piece for fragment in fragments for piece in fragment.pieces if piece.name in self.weights}
+        held = {*inner.masters}
+        pieces = {piece.name: piece for fragment in fragments for piece in fragment.pieces if piece.name in held}
+        self.names = frozenset(pieces)
+        """The weights and buffers of the model that this rank holds a share of."""
         self._alike = sites.exchanges_gradients
-        self.anchors = {name: self.weights[name] if self._alike else self.weights[name].clone() for name in pieces}
-        """The merged weights; if sites exchange gradients, these are the live weights themselves."""
+        self.anchors = {} if self._alike else {name: self.weight(name).clone() for name in pieces}
+        """The merged weights, on the device; none where sites exchange gradients, and all hold the same weights."""
         self.velocities = {
-            name: torch.zeros_like(self.weights[name]) for name in pieces if sites.momentum and self.is_trained(name)
+            name: torch.zeros_like(self.anchors[name]) for name in pieces if sites.momentum and self.is_trained(name)
         }
         rounded = [name for name, piece in pieces.items() if piece.loses and sites.feeds_back]
         self._decay = sites.feedback_decay
-        self.feedback = {name: torch.zeros_like(self.weights[name]) for name in rounded}
+        self.feedback = {name: torch.zeros_like(self.anchors[name]) for name in rounded}
         self.sent = torch.full((len(fragments),), NOT_SENT, dtype=torch.int64)
         """For each fragment, the step of its difference that is not merged yet."""
         self.late = sites.staleness
@@ -46,6 +47,14 @@ class OuterState:
         """The site's own encoded differences that may be in flight, by fragment; only on the leading rank."""
         self.slots = torch.full((len(fragments), 1 + self.late), NOT_SENT, dtype=torch.int64) if self.late else self.sent[:, None]
         """The step at which each difference in flight was taken."""
+
+    def weight(self, name: str) -> Tensor:
+        """Return this rank's share of the site's own weights, on the device: what training changes, or a copy if it is elsewhere."""
+        return self._inner.master(name)
+
+    def put(self, name: str, values: Tensor) -> None:
+        """Train on with these weights."""
+        self._inner.put_master(name, values)
 
     def fly(self, number: int, step: int) -> Tensor | None:
         """Reserve and return the buffer for a difference that is taken after `step` steps; None if this is not the leading rank."""
@@ -80,16 +89,16 @@ class OuterState:
     def begin(self) -> None:
         """Set the anchors to the live weights, at a run's first start."""
         for name, anchor in self.anchors.items():
-            anchor.copy_(self.weights[name])
+            anchor.copy_(self.weight(name))
 
     def laid(self) -> dict[str, Tensor | OffDeviceShare]:
         """Return the content of a checkpoint: each entry is a sharded tensor of the whole shape, or a share that is off the device."""
         own = "site."
         inner = self._inner.laid()
         found: dict[str, Tensor | OffDeviceShare] = {
-            f"{own}{key}": _renamed(tensor, f"{own}{key}")
+            at: _renamed(tensor, at)
             for key, tensor in inner.items()
-            if not (self._alike and key.startswith(_WEIGHTS))
+            for at in [key if self._alike and key.startswith(_WEIGHTS) else f"{own}{key}"]
         }
         found |= {f"{_WEIGHTS}{name}": tensor for name, tensor in self.cut(self.anchors).items()}
         found |= {f"outer.velocity.{name}": tensor for name, tensor in self.cut(self.velocities).items()}
@@ -102,7 +111,7 @@ class OuterState:
         """Set the live weights to the merged ones, and reset the site's own optimizer state and rounding remainders, when a site
         joins."""
         for name, anchor in self.anchors.items():
-            self.weights[name].copy_(anchor)
+            self.put(name, anchor)
         self._inner.forget_moments()
         for share in self.feedback.values():
             share.zero_()
@@ -119,17 +128,14 @@ class OuterState:
 
     def bytes(self) -> int:
         """Bytes of all shares on this rank."""
-        kept = ({} if self._alike else self.anchors, self.velocities, self.feedback, self.flights)
+        kept = (self.anchors, self.velocities, self.feedback, self.flights)
         return sum(share.numel() * share.element_size() for each in kept for share in each.values())
 
     def swap(self) -> None:
-        """Exchange live weights and anchors: one call exposes the merged weights, the next restores the live ones."""
-        if self._alike:
-            return
+        """Exchange live weights and anchors: once to look at the merged weights, once more to train on."""
         for name, anchor in self.anchors.items():
-            weight = self.weights[name]
-            before = weight.clone()
-            weight.copy_(anchor)
+            before = self.weight(name).clone()
+            self.put(name, anchor)
             anchor.copy_(before)
 
 

@@ -71,10 +71,10 @@ class SynchronousSites(Sites):
         return self._outcome(made)
 
     def _difference(self, fragment: Fragment) -> dict[str, Tensor]:
-        """Return this rank's gradients, with zeros for a parameter without a gradient."""
-        weights, given = self.state.weights, self._gradients
-        mine = [piece.name for piece in fragment.pieces if piece.name in weights]
-        return {name: given[name] if name in given else torch.zeros_like(weights[name]) for name in mine}
+        """Return this rank's gradients; zeros for a parameter that has none."""
+        state, given = self.state, self._gradients
+        mine = [piece.name for piece in fragment.pieces if piece.name in state.names]
+        return {name: given[name] if name in given else torch.zeros_like(state.weight(name)) for name in mine}
 
     def _update(
         self, name: str, theirs: Sequence[Tensor], taken: Sequence[Taken], counted: Sequence[int], spread: Tensor

@@ -1,7 +1,7 @@
 """Conversion between whole tensors and the shares of a site's ranks, so that messages between sites do not depend on a site's plan."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -37,7 +37,7 @@ class WholeTensors:
         together do not hold each tensor once and whole."""
         ranks = ObjectCollectives(group)
         self.group, self.rank, self.size = group, ranks.rank, ranks.size
-        mine = {key: share.held for key, share in shares(tensors).items()}
+        mine = {key: replace(share.held, key=key) for key, share in shares(tensors).items()}
         table = ranks.all_gather(tuple(mine.values()))
         owned, problems = owners(table)
         if problems:

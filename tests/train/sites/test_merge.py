@@ -155,13 +155,14 @@ def _merge(
     made = []
     for step in range(1, STEPS + 1):
         sites.deal(step - 1)
-        for name, weight in sites.state.weights.items():
+        for name in sites.state.names:
             if name in sites._wholes.mine:
+                weight = sites.state.weight(name)
                 weight += sites._wholes.share(name, torch.from_numpy(_moved(site, step, name, sites._wholes.shapes[name])))
         sites.note(float(step))
         made += sites.after_step(step, stop=False).made
     kinds = {"anchor": sites.state.anchors, "velocity": sites.state.velocities, "feedback": sites.state.feedback}
-    kinds["weight"] = sites.state.weights
+    kinds["weight"] = {name: sites.state.weight(name) for name in sites.state.names}
     held = {
         kind: {
             name: (sites._wholes.mine[name].where, local(share).numpy().copy())

@@ -28,11 +28,23 @@ def _moments(rank: int, spec: RunSpec) -> tuple[bool, bool, bool]:
     train_step(trainer, microbatches(trainer), step=0)
     before = any_moment()
     outer.begin_anew()
-    return before, any_moment(), all(torch.equal(outer.weights[name], anchor) for name, anchor in outer.anchors.items())
+    return before, any_moment(), all(torch.equal(outer.weight(name), anchor) for name, anchor in outer.anchors.items())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", [{}, {"optimizer": "host", "share": 0.5}, {"optimizer": "disk"}])
-def test_a_site_that_begins_anew_has_no_moments_wherever_they_are(place: dict[str, Any]) -> None:
-    spec = tiny_run(plan={"state": place}, train={"precision": "fp32", "global_batch": 4}, sites={"count": 1, "inner_steps": 2})
+@pytest.mark.parametrize(
+    ("precision", "place"),
+    [
+        ("fp32", {}),
+        ("fp32", {"optimizer": "disk"}),
+        ("bf16", {"optimizer": "host", "share": 0.5}),
+        ("bf16", {"optimizer": "disk"}),
+    ],
+)
+def test_a_site_that_begins_anew_has_merged_weights_and_no_moments_wherever_they_are(
+    precision: str, place: dict[str, Any]
+) -> None:
+    spec = tiny_run(
+        plan={"state": place}, train={"precision": precision, "global_batch": 4}, sites={"count": 1, "inner_steps": 2}
+    )
     assert run_ranks(_moments, 1, spec) == [(True, False, True)]
