@@ -32,6 +32,8 @@ class SoftwareProfile:
     """Bytes that the optimizer keeps for a parameter in addition to its own copy of it; None: as in the optimizer's row."""
     master_bytes: float = bytes_each([MASTER])
     """Bytes of the optimizer's own copy of a parameter: 2 where it keeps only what bf16 leaves out (Apex's distributed Adam)."""
+    microbatch_gradient_bytes: float = 0.0
+    """Bytes of a microbatch's own gradient for each parameter, which stays beside the sums of gradients until the next backward."""
     update_bytes: float = 0.0
     """Bytes of the temporary tensors of an update, for each parameter that a rank updates."""
     loss: Literal["copied", "whole", "fused", "chunked"] = "fused"
@@ -73,6 +75,8 @@ class SoftwareProfile:
     a fixed number of tokens."""
     causal_half: bool = True
     """The attention kernel skips what the causal mask hides."""
+    keeps_outputs: bool = False
+    """A stage's output stays on its rank until the backward of its microbatch, although it was sent."""
     low_precision_kept: bool = False
     """Keep the inputs of the experts' activations for backward in the products' low precision too, and the output of attention once, in 12
     bits, for itself and for the next product (DeepSeek-V3, arXiv:2412.19437, section 3.3.3)."""
