@@ -203,6 +203,7 @@ def _rank(
     coming = 0 if not retain.away else 1 if retain.share < 1 else 2  # a block's, and those of the one before it
     working = overheads.working * own.working + coming * own.largest_leaves + rounding
     saved = sum(map(mul, flying, own.saved)) - waiting + _recorded(parts, here, flying, graphed)
+    saved += _outputs(workload, parts, here, flying)
     others = workload.software_profile.update_bytes * updated(workload, held)
     temporary = max(update.home_bytes(workload, here), update.opened_bytes(workload), others)
     updating = temporary - saved  # activations are gone by then
@@ -211,6 +212,7 @@ def _rank(
     return Memory(
         weights=sum(s[0] for s in state) + whole,
         gradients=compared_bytes(workload, held)
+        + workload.software_profile.microbatch_gradient_bytes * sum(held)
         + (
             _released(workload, parts, here)
             if workload.plan.state.release
@@ -356,6 +358,13 @@ def _recorded(parts: Parts, here: RankParts, flying: tuple[int, ...], graphed: f
         return 0.0
     recorded = [sum(parts.blocks[kind].output * times for kind, times in chunk if kind in graphed) for chunk in here.chunks]
     return 2 * sum(map(mul, flying, recorded))
+
+
+def _outputs(workload: Workload, parts: Parts, here: RankParts, flying: tuple[int, ...]) -> float:
+    """Bytes of the outputs of stages that software keeps after they were sent, in addition to what blocks keep."""
+    if not workload.software_profile.keeps_outputs:
+        return 0.0
+    return sum(times * parts.blocks[chunk[-1][0]].output for times, chunk in zip(flying, here.chunks, strict=True) if chunk)
 
 
 def _apart(workload: Workload, parts: Parts, here: RankParts, graphed: frozenset[int]) -> float:

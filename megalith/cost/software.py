@@ -20,6 +20,28 @@ EAGER_2023 = SoftwareProfile(overheads="eager", overlap_tensor=False, deduplicat
 FUSED_2024 = SoftwareProfile(overheads="fused")
 COMPILED_2024 = replace(EAGER_2023, overheads="compiled")
 
+MEGATRON_DEEPSPEED = replace(PLAIN_2021, microbatch_gradient_bytes=2, keeps_outputs=True)
+"""BLOOM's. DeepSpeed adds the gradients of a microbatch, in bf16, to sums in fp32, and clears them only before the next backward
+(runtime/bf16_optimizer.py and runtime/pipe/engine.py, `update_hp_grads(clear_lp_grads=False)`). Its pipeline drops a stage's output
+after the backward of the microbatch (`pipe_buffers["outputs"]`)."""
+
+META_2023 = replace(EAGER_2023, flash=1)
+"""LLaMA's: xformers' attention of the first generation; activations that are expensive to recompute are kept (arXiv:2302.13971,
+section 2.4)."""
+
+META_2024 = SoftwareProfile(overlap_tensor=False, reduces="run")
+"""Llama 3's software. Its paper says which communication it hides: that of ZeRO and the messages between stages. Tensor
+parallelism's is not mentioned, and the gathering of keys and values is said to be exposed (section 3.3.2). Gradients are added up in fp32
+over microbatches, and then reduced."""
+
+HAI_LLM_V2 = replace(EAGER_2023, grouped=True, deduplicated=True)
+"""DeepSeek-V2's. The experts' products are fused (arXiv:2405.04434, section 3.1.3), and a token is sent once to each device that has
+some of its experts (section 2.2.3). It hides the all-to-all behind the shared experts, which is not modelled."""
+
+HAI_LLM_V3 = SoftwareProfile(overlap_expert=True, senders=20, moment_bytes=4, low_precision_kept=True)
+"""DeepSeek-V3's. DualPipe hides the experts' exchange behind the other direction's computation (arXiv:2412.19437, section 3.2.1), with 20
+processors of each device (section 3.2.2); moments are in bf16, and activations are kept in few bits (section 3.3.3)."""
+
 TRAINER = SoftwareProfile(overheads="eager", loss="chunked", overlap_tensor=False)
 """Megalith's trainer without compilation: plain PyTorch, fp32 gradients, and a loss that is computed for a few rows at a time."""
 COMPILED_TRAINER = replace(TRAINER, overheads="compiled")
@@ -43,6 +65,11 @@ SOFTWARE: Mapping[str, Software] = {
     "torchtitan": Software("compiled PyTorch, as in torchtitan", COMPILED_2024),
     "pytorch": Software("PyTorch programs of 2023", EAGER_2023),
     "megatron-2021": Software("Megatron-LM of 2021", PLAIN_2021),
+    "megatron-deepspeed": Software("Megatron-DeepSpeed of 2022", MEGATRON_DEEPSPEED),
+    "llama1": Software("the software of LLaMA", META_2023),
+    "llama3": Software("the software of Llama 3", META_2024),
+    "deepseek-v2": Software("HAI-LLM as it trained DeepSeek-V2", HAI_LLM_V2),
+    "deepseek-v3": Software("HAI-LLM as it trained DeepSeek-V3", HAI_LLM_V3),
 }
 
 

@@ -42,7 +42,9 @@ class SoftwareProfile:
     moment_bytes: float | None = None
     """Bytes that the optimizer keeps for a parameter, without its copy of the weight; None: as in the optimizer's row."""
     master_bytes: float = bytes_each([MASTER])
-    """Bytes of the optimizer's copy of a weight; 2 if it keeps only the bits that bf16 lacks (Apex's distributed Adam)."""
+    """Bytes of the optimizer's own copy of a parameter: 2 where it keeps only what bf16 leaves out (Apex's distributed Adam)."""
+    microbatch_gradient_bytes: float = 0.0
+    """Bytes of a microbatch's own gradient for each parameter, which stays beside the sums of gradients until the next backward."""
     update_bytes: float = 0.0
     """Bytes of the temporary tensors of an update, for each parameter that a rank updates."""
     loss: Literal["copied", "whole", "fused", "chunked"] = "fused"
@@ -83,7 +85,9 @@ class SoftwareProfile:
     """True if the host waits in each expert layer for the number of arriving tokens. The host need not wait if each expert takes
     a fixed number of tokens."""
     causal_half: bool = True
-    """True if the attention kernel skips masked scores."""
+    """The attention kernel skips what the causal mask hides."""
+    keeps_outputs: bool = False
+    """A stage's output stays on its rank until the backward of its microbatch, although it was sent."""
     low_precision_kept: bool = False
     """True if inputs of the experts' activations are also kept in the products' low precision, and the output of attention is
     kept once, in 12 bits, for attention and for the next product (DeepSeek-V3, arXiv:2412.19437, section 3.3.3)."""

@@ -15,7 +15,7 @@ from megalith.planner.measured import Own
 from megalith.planner.published.shapes import Beyond, beyond
 from megalith.planner.request import ResolvedRequest
 from megalith.spec.cluster import ClusterSpec
-from megalith.spec.model import MoeSpec
+from megalith.spec.model import ModelSpec, MoeSpec
 from megalith.spec.sizes import count_model
 
 
@@ -37,20 +37,40 @@ class Confidence:
         return intervals | {"apart": self.apart, "factor": self.factor, "rests_on": self.words}
 
 
-def confidence_of(request: ResolvedRequest, own: Sequence[Own] = ()) -> Confidence:
-    """Return the confidence of predictions for a request, given the user's measurements."""
-    kind = "time.expert" if any(isinstance(block.mlp, MoeSpec) for block in set(request.model.blocks)) else "time.dense"
+@dataclass(frozen=True)
+class Expected:
+    """Errors to expect of predictions for one model on one cluster, without own measurements."""
+
+    kind: str
+    """The kind of its times: a dense model's, or one's with experts."""
+    time: Spread
+    memory: Spread
+    known: bool
+    """True if times of such devices were measured."""
+    outside: Sequence[Beyond]
+    """Sizes outside of those whose times were measured."""
+
+
+def expected(model: ModelSpec, cluster: ClusterSpec, seq_len: int) -> Expected:
+    """Return the errors to expect: those of published rows, and more for devices and sizes outside of them."""
+    kind = "time.expert" if any(isinstance(block.mlp, MoeSpec) for block in set(model.blocks)) else "time.dense"
     sizes = {
-        "parameters": float(count_model(request.model).total), "tokens a sequence": float(request.run.train.seq_len),
-        "devices": float(request.cluster.count),
+        "parameters": float(count_model(model).total), "tokens a sequence": float(seq_len), "devices": float(cluster.count),
     }  # fmt: skip
     outside = {name: beyond(name, sizes) for name in (kind, "memory")}
-    known = _device(request) in calibration().fitted["devices"]
+    known = calibration().families.get(cluster.accelerator.name) in calibration().fitted["devices"]
     time = _wider(doubt.bundled()[kind], outside[kind], also=0.0 if known else 1.0)
     memory = _wider(doubt.bundled()["memory"], outside["memory"])
-    lacking = [] if known else [f"a device like {request.cluster.accelerator.name}"]
-    far = " or ".join(lacking + [_amount(one) for one in outside[kind][:1]])
-    far = far and f"no measured row is of {far}"
+    return Expected(kind, time, memory, known, outside[kind])
+
+
+def confidence_of(request: ResolvedRequest, own: Sequence[Own] = ()) -> Confidence:
+    """Return how sure predictions for a request are, given measurements of the same software on the same machines."""
+    errors = expected(request.model, request.cluster, request.run.train.seq_len)
+    kind, time, memory = errors.kind, errors.time, errors.memory
+    lacking = [] if errors.known else [f"a device like {request.cluster.accelerator.name}"]
+    far = " or ".join(lacking + [_amount(one) for one in errors.outside[:1]])
+    far = far and f"no measured row has {far}"
     peaks = [one.memory for one in own if one.memory is not None and one.software == request.software]
     held = memory.interval(memory.learn(peaks) if peaks else None)
     stack = request.software, request.cluster.machine, kind
@@ -79,10 +99,6 @@ def _amount(one: Beyond) -> str:
 def _count(number: float) -> str:
     """Return a number as people write it: 671B, 4.2M, 8,192."""
     return next((f"{number / unit:.3g}{letter}" for letter, unit in (("B", 1e9), ("M", 1e6)) if number >= unit), f"{number:,.0f}")
-
-
-def _device(request: ResolvedRequest) -> str | None:
-    return calibration().families.get(request.cluster.accelerator.name)
 
 
 def _words(request: ResolvedRequest, mine: Sequence[Own], learnt: LearnedSpread | None, far: str) -> str:

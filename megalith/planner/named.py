@@ -1,27 +1,33 @@
 """Predictions for published trainings of named models in their own layouts. `python -m megalith.planner.named` prints both
 figures side by side.
 
-No torch unless a part must be traced. For settings that a source leaves open (chunks, the microbatch), every choice is
-predicted, and the fastest that fits counts, as for the rows of measurements.
+No torch unless a part must be traced. Settings that a source leaves open (chunks, the microbatch) are not guessed: every choice is
+predicted, and the fastest that fits is taken, as for the rows of measurements. A run whose sources give no speed is predicted all the same.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from megalith.cost import predicted
 from megalith.cost.calibrate import choose
 from megalith.cost.constants import calibration
-from megalith.cost.estimate import Estimate
+from megalith.cost.doubt import Interval
+from megalith.cost.estimate import Estimate, estimate
 from megalith.cost.parts import parts
 from megalith.cost.prefill import prefill
-from megalith.cost.software import EAGER_2023, PLAIN_2021
-from megalith.cost.workload import SoftwareProfile, Workload
-from megalith.planner.candidates import even_layers
+from megalith.cost.software import OURS, SOFTWARE, software_profile_of
+from megalith.cost.workload import Workload
+from megalith.planner.candidates import Space, even_layers
+from megalith.planner.confidence import expected
 from megalith.planner.published.flops import step_flops
 from megalith.schedule.table import SCHEDULES, interleaving
 from megalith.spec import cluster as clusters
+from megalith.spec.numbers import is_narrow
 from megalith.spec.plan import EXPERTS_ACTIVATION, UP_PROJECTION, Plan
 from megalith.spec.presets import presets
+
+GIB = 2**30
 
 Unit = Literal["TFLOP/s", "hardware TFLOP/s", "tokens/s", "% MFU", "GPU-hours a trillion tokens", "s"]
 """Unit of a figure: per device, except for the last two. `hardware` counts recomputation, by the source's formula."""
@@ -37,11 +43,19 @@ class NamedRun:
     plans: tuple[Plan, ...]
     seq_len: int
     global_batch: int
-    published: float
+    published: float | None
+    """None: its sources give no speed."""
     unit: Unit
     source: str
+    software: str
+    """Whose steps are predicted: a name of `cost.software`."""
+    program: str
+    """The software that ran it, as its source calls it."""
     format: str = "bf16"
-    software_profile: SoftwareProfile = field(default_factory=SoftwareProfile)
+    facts: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Fields of the software's profile that are different for this run."""
+    published_gib: float | None = None
+    """Published memory of a device, in GiB."""
     sizes: dict[str, Any] = field(default_factory=dict[str, Any])
     """Values of `[model]` that differ from the preset's."""
     forward_only: bool = False
@@ -53,10 +67,8 @@ class NamedRun:
         known = presets()[self.preset]
         model = replace(known, values=known.values | self.sizes).build().build()
         cluster = clusters.changed(clusters.load(self.cluster), self.network)
-        return [
-            Workload(model, plan, cluster, self.seq_len, self.global_batch, self.format, self.software_profile)
-            for plan in self.plans
-        ]
+        profile = replace(SOFTWARE[self.software].software_profile, **self.facts)
+        return [Workload(model, plan, cluster, self.seq_len, self.global_batch, self.format, profile) for plan in self.plans]
 
 
 @dataclass(frozen=True)
@@ -73,9 +85,35 @@ class PredictedRun:
         return UNITS[self.named.unit](self.workload, self.estimate)
 
     @property
-    def error(self) -> float:
-        """Relative error of the predicted figure."""
-        return self.figure / self.named.published - 1
+    def error(self) -> float | None:
+        """Error of the figure, over the published one; None without one."""
+        return None if self.named.published is None else self.figure / self.named.published - 1
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The figure's 80 % interval."""
+        factors = self._expected[0]
+        low, high = (UNITS[self.named.unit](self.workload, self._after(factor)) for factor in (factors.low, factors.high))
+        return min(low, high), max(low, high)
+
+    @property
+    def gib(self) -> float:
+        """GiB of the worst rank."""
+        return self.estimate.memory.total / GIB
+
+    @property
+    def gib_interval(self) -> tuple[float, float]:
+        """The 80 % interval of `gib`."""
+        factors = self._expected[1]
+        return factors.low * self.gib, factors.high * self.gib
+
+    @property
+    def _expected(self) -> tuple[Interval, Interval]:
+        errors = expected(self.workload.model, self.workload.cluster, self.workload.seq_len)
+        return errors.time.interval(), errors.memory.interval()
+
+    def _after(self, factor: float) -> Estimate:
+        return replace(self.estimate, time=self.estimate.time * factor)
 
 
 def _hardware(workload: Workload, found: Estimate) -> float:
@@ -102,6 +140,18 @@ def replay(named: NamedRun) -> PredictedRun:
     return PredictedRun(named, *choose([(workload, parts(workload)) for workload in choices], calibration()))
 
 
+def ours(found: PredictedRun) -> Estimate | None:
+    """Predict the same layout run by this project's trainer, in bf16 where the source used fewer bits; None for what it does not run."""
+    workload, plan = found.workload, found.workload.plan
+    if found.named.forward_only or workload.cluster.accelerator.vendor != "NVIDIA":
+        return None
+    compiles = Space(compile=True).compiles(plan.schedule, split=True)
+    plan = plan.model_copy(update={"compile": compiles})
+    format = "bf16" if is_narrow(workload.format) else workload.format
+    workload = replace(workload, plan=plan, format=format, software_profile=software_profile_of(OURS, plan))
+    return estimate(workload, space=predicted.held(workload))
+
+
 def _plan(name: str = "1f1b", **sizes: Any) -> Plan:
     """Return a plan of these sizes; by default with ZeRO 1 and one sequence at a time."""
     plan = Plan(schedule=name, **sizes)
@@ -116,18 +166,8 @@ def _chunked(*chunks: int, **sizes: Any) -> tuple[Plan, ...]:
 
 LLAMA3 = "arXiv:2407.21783, table 4"
 
-PYTORCH_2024 = SoftwareProfile(overlap_tensor=False, reduces="run")
-"""Llama 3's software. According to its paper, it hides the communication of ZeRO and the messages between stages, but exposes
-the gather of keys and values (section 3.3.2); the paper does not mention hidden communication of tensor parallelism.
-Gradients are added up in fp32 over microbatches, and then reduced."""
-
-DEEPSEEK = SoftwareProfile(overlap_expert=True, senders=20, moment_bytes=4, low_precision_kept=True)
-"""DualPipe hides the experts' exchange behind the other direction's computation (arXiv:2412.19437, section 3.2.1), with 20
-SMs of each device (section 3.2.2). Moments are in bf16, and activations are kept in few bits (section 3.3.3)."""
-
-CHECKPOINTED_2023 = replace(EAGER_2023, flash=1)
-"""LLaMA's software: xformers' attention of the first generation; expensive activations are kept, others recomputed
-(arXiv:2302.13971, section 2.4)."""
+FP16 = {"gradient_bytes": 2}
+"""Megatron sums gradients in fp32 for bf16 alone, unless told to."""
 
 
 def _llama3(devices: int, published: float, *, seq_len: int = 8192, context: int = 1) -> NamedRun:
@@ -151,7 +191,8 @@ def _llama3(devices: int, published: float, *, seq_len: int = 8192, context: int
         published,
         "TFLOP/s",
         LLAMA3,
-        software_profile=PYTORCH_2024,
+        "llama3",
+        "PyTorch with Meta's own parallelism",
     )
 
 
@@ -168,36 +209,22 @@ NAMED: tuple[NamedRun, ...] = (
             )
             for layers in (None, *((first, *(4,) * 14, 5 - first) for first in range(1, 5)))  # 61 blocks
         ),
-        4096, 15_360, 180e3, "GPU-hours a trillion tokens", "arXiv:2412.19437, sections 1, 3.2 and 4.2", "mxfp8", DEEPSEEK,
+        4096, 15_360, 180e3, "GPU-hours a trillion tokens", "arXiv:2412.19437, sections 1, 3.2 and 4.2",
+        "deepseek-v3", "HAI-LLM", "mxfp8",
     ),
     NamedRun(
-        "GPT-3 175B, 1,024 A100, TP8 PP16 DP8, everything recomputed", "gpt3-175b", "a100-80gb:1024",
-        _chunked(1, 3, data=8, tensor=8, pipeline=16, recompute="full"),
-        2048, 1536, 140, "hardware TFLOP/s", "arXiv:2104.04473, section 5.1", "fp16", PLAIN_2021, {"vocab": 51_200},
-    ),
-    NamedRun(
-        "BLOOM 176B, 384 A100, TP4 PP12 DP8, ZeRO 1, everything recomputed", "bloom-176b", "a100-80gb:384",
-        (_plan(data=8, tensor=4, pipeline=12, microbatch=2, recompute="full", layers=even_layers(70, 12)),),
-        2048, 2048, 156, "hardware TFLOP/s", "arXiv:2211.05100, section 3.4", software_profile=PLAIN_2021,
-        network={"scale_out": 50e9 / 8},  # four links of 100 Gbit/s a node
-    ),
-    NamedRun(
-        "Nemotron-4 340B, 6,144 H100, TP8 PP12 DP64", "nemotron4-340b", "h100:6144",
-        _chunked(8, 1, 2, 4, data=64, tensor=8, pipeline=12),
-        4096, 2304, 8.0, "s", "arXiv:2406.11704, table 2",
-    ),
-    NamedRun(
-        "LLaMA 65B, 1,024 A100, TP8 PP8 DP16", "llama1-65b", "a100-80gb:1024",
-        tuple(plan for m in (1, 2) for plan in _chunked(1, 2, 5, data=16, tensor=8, pipeline=8, microbatch=m)),
-        2048, 2048, 380, "tokens/s", "arXiv:2302.13971, section 2.4, there on 2,048", software_profile=CHECKPOINTED_2023,
-    ),
-    NamedRun(
-        "Llama 2 70B, 2,048 A100 (layout unpublished: TP8, PP2 to 8)", "llama2-70b", "a100-80gb:2048",
-        tuple(
-            plan for pipeline in (4, 2, 8) for m in (1, 2)
-            for plan in _chunked(1, 2, 5, data=256 // pipeline, tensor=8, pipeline=pipeline, microbatch=m)
+        "DeepSeek-V2, 512 H800 (number unpublished), PP16 (zero bubble) EP8, ZeRO 1", "deepseek-v2", "h800:512",
+        tuple(  # "a portion of the operators are recomputed" (section 3.1.3)
+            _plan(
+                "zb-h1", data=32, expert=8, pipeline=16, layers=even_layers(60, 16), recompute="selective", recompute_parts=names,
+            )
+            for names in (
+                ("attention_norm", "mlp_norm", UP_PROJECTION, EXPERTS_ACTIVATION),
+                ("attend", "mlp.activation", EXPERTS_ACTIVATION),
+                ("attend", "mlp.experts", "mlp.shared"),
+            )
         ),
-        4096, 1024, 860e3, "GPU-hours a trillion tokens", "arXiv:2307.09288, section 2.2.1 and table 2", software_profile=EAGER_2023,
+        4096, 9216, 172.8e3, "GPU-hours a trillion tokens", "arXiv:2405.04434, sections 3.1 and 3.2.3", "deepseek-v2", "HAI-LLM",
     ),
     NamedRun(
         "DeepSeek 67B, 512 H800 (number and layout unpublished: TP1 to 8, PP2 to 8)", "deepseek-llm-67b", "h800:512",
@@ -205,34 +232,107 @@ NAMED: tuple[NamedRun, ...] = (
             _plan(data=512 // (tensor * pipeline), tensor=tensor, pipeline=pipeline, recompute=recompute)
             for tensor in (1, 2, 4, 8) for pipeline in (8, 4, 2) if tensor * pipeline >= 8 for recompute in ("none", "full")
         ),
-        4096, 4608, 300.6e3, "GPU-hours a trillion tokens", "arXiv:2405.04434, section 3.2.3", software_profile=EAGER_2023,
+        4096, 4608, 300.6e3, "GPU-hours a trillion tokens", "arXiv:2405.04434, section 3.2.3", "pytorch", "HAI-LLM",
+    ),
+    NamedRun(
+        "GPT-3 175B, 1,024 A100, TP8 PP16 DP8, everything recomputed", "gpt3-175b", "a100-80gb:1024",
+        _chunked(1, 3, data=8, tensor=8, pipeline=16, sequence=False, recompute="full"),
+        2048, 1536, 140, "hardware TFLOP/s", "arXiv:2104.04473, section 5.1", "megatron-2021", "Megatron-LM", "fp16", FP16,
+        sizes={"vocab": 51_200},
+    ),
+    NamedRun(
+        "GPT-3 175B, 1,024 V100 (number and layout unpublished: TP8 PP16 DP8, everything recomputed)", "gpt3-175b", "v100:1024",
+        _chunked(1, 3, data=8, tensor=8, pipeline=16, sequence=False, recompute="full"),
+        2048, 1536, None, "hardware TFLOP/s", "arXiv:2005.14165, section 2.3: V100", "megatron-2021", "OpenAI's own", "fp16", FP16,
+        sizes={"vocab": 51_200},
+    ),
+    NamedRun(
+        "BLOOM 176B, 384 A100, TP4 PP12 DP8, ZeRO 1, everything recomputed", "bloom-176b", "a100-80gb:384",
+        (_plan(
+            data=8, tensor=4, pipeline=12, microbatch=2, sequence=False, recompute="full", layers=even_layers(70, 12),
+        ),),
+        2048, 2048, 156, "hardware TFLOP/s", "arXiv:2211.05100, section 3.4", "megatron-deepspeed", "Megatron-DeepSpeed",
+        published_gib=60e9 / GIB, network={"scale_out": 50e9 / 8},  # four links of 100 Gbit/s a node
+    ),
+    NamedRun(
+        "Nemotron-4 340B, 6,144 H100, TP8 PP12 DP64", "nemotron4-340b", "h100:6144",
+        _chunked(8, 1, 2, 4, data=64, tensor=8, pipeline=12),
+        4096, 2304, 8.0, "s", "arXiv:2406.11704, table 2", "megatron-te", "Megatron-Core",
+    ),
+    NamedRun(
+        "LLaMA 65B, 1,024 A100, TP8 PP8 DP16", "llama1-65b", "a100-80gb:1024",
+        tuple(plan for m in (1, 2) for plan in _chunked(1, 2, 5, data=16, tensor=8, pipeline=8, microbatch=m)),
+        2048, 2048, 380, "tokens/s", "arXiv:2302.13971, section 2.4, there on 2,048", "llama1", "PyTorch with xformers",
+    ),
+    NamedRun(
+        "Llama 2 70B, 2,048 A100 (layout unpublished: TP8, PP2 to 8)", "llama2-70b", "a100-80gb:2048",
+        tuple(
+            plan for pipeline in (4, 2, 8) for m in (1, 2)
+            for plan in _chunked(1, 2, 5, data=256 // pipeline, tensor=8, pipeline=pipeline, microbatch=m)
+        ),
+        4096, 1024, 860e3, "GPU-hours a trillion tokens", "arXiv:2307.09288, section 2.2.1 and table 2", "pytorch", "PyTorch",
     ),
     NamedRun(
         "PaLM 540B, 6,144 TPU v4, TP12, ZeRO 3 over 256, two copies, everything recomputed", "palm-540b", "tpu-v4:6144",
         (_plan(data=512, replicate=2, zero=3, tensor=12, sequence=False, recompute="full"),),
-        2048, 2048, 46.2, "% MFU", "arXiv:2204.02311, section 4 and table 3", sizes={"vocab": 256_008},
+        2048, 2048, 46.2, "% MFU", "arXiv:2204.02311, section 4 and table 3", "megatron-te", "JAX and T5X with Pathways",
+        sizes={"vocab": 256_008},
+    ),
+    NamedRun(
+        "Gemma 2 27B, 6,144 TPU v5p, TP8, ZeRO 3 over 768 (batch unpublished: 768)", "gemma2-27b", "tpu-v5p:6144",
+        tuple(_plan(data=768, zero=3, tensor=8, recompute=recompute) for recompute in ("none", "full")),
+        8192, 768, None, "% MFU", "arXiv:2408.00118, table 3: devices and shards", "megatron-te", "JAX with Pathways",
     ),
     NamedRun(
         "Llama 3 405B, prefill of 2^20 tokens, 128 H100, TP8 CP16, 8 bits", "llama3.1-405b", "h100:128",
         (_plan(tensor=8, context=16, zero=0),),
-        2**20, 1, 77, "s", "arXiv:2411.01783, figure 8", "fp8", forward_only=True,
+        2**20, 1, 77, "s", "arXiv:2411.01783, figure 8", "megatron-te", "PyTorch", "fp8", forward_only=True,
     ),
 )  # fmt: skip
 """The published trainings. If no source states the number of chunks, several are tried."""
 
 
+HEAD = ("run", "software, predicted as", "published", "predicted", "", "GiB of the worst rank", "Megalith, the same layout")
+
+
 def table() -> str:
-    """Return all predictions as a Markdown table."""
-    lines = ["| run | published | predicted | | GiB of the worst rank |", "|---|---|---|---|---|"]
-    for named in NAMED:
-        found = replay(named)
-        limit = (found.estimate.limit or 0.0) / 2**30
-        over = "" if found.estimate.fits else ", **does not fit**"
-        chunks = f" ({found.workload.plan.chunks} chunks)" if len({plan.chunks for plan in named.plans}) > 1 else ""
-        published = f"{_digits(named.published)} {named.unit} ({named.source})"
-        held = f"{found.estimate.memory.total / 2**30:.0f} of {limit:.0f}{over}"
-        lines.append(f"| {named.name} | {published} | {_digits(found.figure)}{chunks} | {found.error:+.1%} | {held} |")
-    return "\n".join(lines)
+    """All rows, as lines of a Markdown table."""
+    return "\n".join([f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|", *(row(replay(named)) for named in NAMED)])
+
+
+def row(found: PredictedRun) -> str:
+    """Return the line of one run."""
+    named, plans = found.named, found.named.plans
+    published = "none" if named.published is None else f"{_digits(named.published)} {named.unit}"
+    chunks = f", {found.workload.plan.chunks} chunks" if len({plan.chunks for plan in plans}) > 1 else ""
+    low, high = map(_digits, found.interval)
+    unit = f" {named.unit}" if named.published is None else ""
+    cells = (
+        named.name,
+        f"{named.program}, `{named.software}`",
+        f"{published} ({named.source})",
+        f"{_digits(found.figure)}{unit} ({low} to {high}{chunks})",
+        "–" if found.error is None else f"{found.error:+.1%}",
+        _held(found),
+        _ours(found),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _held(found: PredictedRun) -> str:
+    limit, gib = (found.estimate.limit or 0.0) / GIB, found.named.published_gib
+    over = "" if found.estimate.fits else ", **does not fit**"
+    published = "" if gib is None else f"; published {gib:.0f}, {found.gib / gib - 1:+.1%}"
+    low, high = found.gib_interval
+    return f"{found.gib:.0f} of {limit:.0f} ({low:.0f} to {high:.0f}){over}{published}"
+
+
+def _ours(found: PredictedRun) -> str:
+    own = ours(found)
+    if own is None:
+        return "–"
+    over = "" if own.fits else ", **does not fit**"
+    return f"{own.time.step / found.estimate.time.step:.2f} times as long, {own.memory.total / GIB:.0f} GiB{over}"
 
 
 def _digits(value: float) -> str:

@@ -284,6 +284,31 @@ def test_recorded_parts_keep_the_gradients_of_their_input_and_output(graphs, blo
         assert other.activations - one.activations == blocks // 2 * 2 * output * (2 - rank)
 
 
+def test_gradients_of_a_microbatch_stay_beside_their_sums():
+    """DeepSpeed's optimizer for bf16 keeps both, over all weights of a rank: ZeRO 1 does not share them out."""
+    for model in (dense(), mixture()):
+        load = workload(model, Plan(data=4, pipeline=2, zero=1), global_batch=16)
+        traced = parts(load)
+        both = replace(load, software_profile=replace(load.software_profile, microbatch_gradient_bytes=2))
+        for one, other, here in zip(
+            *(every_rank(each, traced, OVERHEADS) for each in (load, both)), shares(load, traced).held, strict=True
+        ):
+            assert other.gradients - one.gradients == 2 * sum(numbers(load, traced, here))
+            assert other.total - one.total == other.gradients - one.gradients
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_outputs_of_stages_stay_for_each_microbatch_in_flight(tensor: int):
+    """A stage without blocks sends the embedding's output, which is not counted. Sequence parallelism splits the outputs."""
+    load = workload(dense(4), Plan(pipeline=4, tensor=tensor, zero=0, layers=(0, 1, 2, 1)), global_batch=8)
+    traced = parts(load)
+    kept = replace(load, software_profile=replace(load.software_profile, keeps_outputs=True))
+    output = 256 * load.model.dim * 2 / tensor
+    one, other = (every_rank(each, traced, OVERHEADS) for each in (load, kept))
+    more = [after.activations - before.activations for before, after in zip(one, other, strict=True)]
+    assert more == [0, 3 * output, 2 * output, output]
+
+
 def test_temporary_tensors_of_recorded_attention_are_nobody_else_s():
     model = dense()
     alone = model.model_copy(update={"blocks": tuple(block.model_copy(update={"mlp": None}) for block in model.blocks)})

@@ -286,6 +286,7 @@ def test_all_large_recipes_are_shown_by_their_first_and_their_last_rank() -> Non
     assert {one.fits for one in TABLE} == {True, False}
 
 
+@sampled(24)
 @pytest.mark.parametrize("one", TABLE, ids=lambda one: f"{one.recipe} {one.rank} {' '.join(one.settings)}")
 def test_what_is_shown_to_fit_is_also_predicted_to(one: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
