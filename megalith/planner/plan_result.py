@@ -1,5 +1,4 @@
-"""The best plans for a request, as a value from which tables, JSON and run files are made. No torch unless a part must be
-traced."""
+"""The best plans for a request: the value behind tables, JSON and run files. No torch unless a part must be traced."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -219,8 +218,7 @@ def _held(request: ResolvedRequest, plan: Plan, scorer: Scorer, estimate: Estima
 
 
 def skeleton(plan: Plan) -> tuple[Any, ...]:
-    """Return the essential properties of a layout, which do not include microbatch, chunks, schedule, copies of the state,
-    and segments of full recomputation."""
+    """Return a layout's choices except for microbatch, chunks, schedule, copies of the state and segments."""
     split = plan.tensor, plan.context, plan.pipeline, plan.expert, plan.expert_tensor
     whole = plan.recompute.startswith(("full", *Space().again))
     return *split, plan.zero == 3, "full" if whole else plan.recompute
