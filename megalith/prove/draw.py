@@ -41,6 +41,9 @@ TRIES = 600
 SWEEPS = 2
 """Sweeps over all changes of one choice, without fewer objections, after which a search for a combination ends."""
 
+RETRIES = 2
+"""Searches, each from another combination, after which no draw shows a pair."""
+
 SEARCHES = 3
 """Searches, each from another combination, after which a pair is refused."""
 
@@ -143,7 +146,9 @@ def _missing(random: Random, pool: Sequence[ParityCase], axes: Axes) -> list[Par
     """Return a combination for each pair that no draw of the pool shows, if there is one."""
     found, shown = list[ParityCase](), set[Pair]()
     for pair in uncovered(pool, axes):
-        if pair not in shown and (one := _search(random, pair, axes)[0]) is not None:
+        if pair in shown:
+            continue
+        if one := next(filter(None, (_search(random, pair, axes)[0] for _ in range(RETRIES))), None):
             found.append(one)
             shown |= one.pairs
     return found
