@@ -47,6 +47,10 @@ AXES: Axes = {
         "dense": {"preset": "tiny"},
         "experts": {"preset": "mixtral-8x7b"},
         "latent attention, experts, MTP": {"preset": "deepseek-tiny"},
+        "latent attention, experts by softmax": {"preset": "deepseek-v2"},
+        "ALiBi": {"preset": "bloom-560m"},
+        "half rotary": {"preset": "nemotron4-15b"},
+        "windows, soft caps": {"preset": "gemma2-2b"},
     },
     "dp_shard": {"1": {}, "2": {"data": 2}},
     "dp_replicate": {"1": {}, "2": {"replicate": 2}},  # each of this many shards: `run_of` multiplies
@@ -151,7 +155,10 @@ def axes_with_precisions(*precisions: str) -> Axes:
 DEFAULTS = ("1", "one", "none", "kept", "known at once", "on the device", "adamw", "fp32", "by the global norm")
 """Default values, which names leave out."""
 
-STEP_COST = {"tiny": 1.0, "mixtral-8x7b": 1.2, "deepseek-tiny": 1.5}
+STEP_COST = {
+    "tiny": 1.0, "mixtral-8x7b": 1.2, "deepseek-tiny": 1.5, "deepseek-v2": 1.4, "bloom-560m": 1.0, "nemotron4-15b": 1.0,
+    "gemma2-2b": 1.1,
+}  # fmt: skip
 """Relative cost of a step of each model, softened like the cost of ranks."""
 
 Choice = tuple[str, str]  # axis and value

@@ -40,6 +40,9 @@ TRIES = 600
 SWEEPS = 2
 """A search for a combination ends after this many sweeps over all changes of one choice that do not reduce the objections."""
 
+RETRIES = 2
+"""Searches, each from another combination, after which no draw shows a pair."""
+
 SEARCHES = 3
 """Searches, each from another combination, after which a pair is refused; one is enough if an objection stays throughout."""
 
@@ -142,7 +145,9 @@ def _missing(random: Random, pool: Sequence[ParityCase], axes: Axes) -> list[Par
     """Return a combination for each pair that no draw of the pool covers, if one exists."""
     found, shown = list[ParityCase](), set[Pair]()
     for pair in uncovered(pool, axes):
-        if pair not in shown and (one := _search(random, pair, axes)[0]) is not None:
+        if pair in shown:
+            continue
+        if one := next(filter(None, (_search(random, pair, axes)[0] for _ in range(RETRIES))), None):
             found.append(one)
             shown |= one.pairs
     return found
