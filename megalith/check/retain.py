@@ -113,7 +113,7 @@ def parts_can_be_compressed(case: Case) -> Found:
     if products and plan.overlap_tensor > 1:
         reason = f'compresses "{products[0]}", and inputs that are sent in pieces (plan.overlap_tensor = {plan.overlap_tensor}) are kept'
         yield error(key, parts, reason, f'Leave "{products[0]}" out, or use overlap_tensor = 1.')
-    own = {half for block in (case.model.blocks if case.model else ()) for half in own_tensors(block, case.model.dim)}
+    own = {half for block in case.model.blocks for half in own_tensors(block, case.model.dim)} if case.model else set[str]()
     if foreign := [part for part in named if part.partition(".")[0] in own or (part == "attend" and "attention" in own)]:
         reason = f'compresses "{foreign[0]}", a part of your own, and which layer takes what is not known'
         way_out = "Keep it, or let it wait elsewhere."

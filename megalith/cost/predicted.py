@@ -216,7 +216,7 @@ def _segments(traced: Parts, where: slice) -> tuple[tuple[int, ...], ...]:
 
 
 def _part(
-    block: int | None, profiles: tuple[Profile, ...], weights: Sequence[Numbers], sent: Sequence[Numbers], away: float
+    block: int | None, profiles: tuple[Profile, ...], weights: Sequence[Numbers], sent: Sequence[Numbers], away: OffloadedBytes
 ) -> Part:
     """Return a part with the sums over its buckets of weights."""
     whole, bytes = (Numbers(*map(sum, zip(*each, strict=True))) for each in (weights, sent))

@@ -198,7 +198,8 @@ class Recorder(TorchDispatchMode):
         key = tensor.untyped_storage()._cdata
         self._packed[key] += 1
         place = place_now(self.rest)
-        self._places[key] = min(place, self._places.get(key, place), key=get_args(Place).index)  # the nearest
+        nearest: Place = min(place, self._places.get(key, place), key=get_args(Place).index)
+        self._places[key] = nearest
         return tensor
 
     def keeps(self, x: Tensor) -> bool:

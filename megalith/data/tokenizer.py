@@ -174,15 +174,17 @@ def load(path_or_name: Path | str, *, end_of_text: str | None = None) -> Tokeniz
     return Tokenizer(text, end_of_text=end_of_text or _configured_end(path.with_name(TOKENIZER_CONFIG_FILE)), origin=str(path))
 
 
-def copy(source: Path, folder: Path, *, warn: Callable[[str], object]) -> None:
+def copy(source: Path, folder: Path, *, warn: Callable[[str], object] | None = None) -> None:
     """Copy those files of the tokenizer in `source` that `folder` does not have yet, so that `folder` can be used by itself. If a folder
-    with content is in the place of one, `warn` is called."""
+    with content is in the place of a file, `warn` is called; without `warn` IsADirectoryError is raised."""
     for name in (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE):
         found, kept = source / name, folder / name
         if found.is_file() and not (kept.is_file() and kept.stat().st_size == found.stat().st_size):
             try:
                 disk.write_whole(kept, found.read_bytes())
             except IsADirectoryError:
+                if warn is None:
+                    raise
                 warn(f"{kept} is a folder, so the run keeps no copy of {found}. `megalith generate` needs it: remove the folder")
 
 

@@ -109,7 +109,8 @@ class CompressedAttention:
         """Replace the forwards of an attention and of its core. The layer `out` takes the core's output, of which it may have to make a
         copy."""
         core, out = attention.get_submodule("core"), attention.get_submodule("out")
-        attention.forward = compressed = cls(attention.forward, core.forward, rounding)
+        compressed = cls(attention.forward, core.forward, rounding)
+        attention.forward = compressed  # pyright: ignore[reportAttributeAccessIssue]
         core.forward = compressed._attend
         out.register_forward_pre_hook(compressed._leave)
 

@@ -113,7 +113,7 @@ def _run_again(block: nn.Module, name: str) -> None:
     elif name == UP_PROJECTION:
         attention = block.get_submodule("attention")
         if isinstance(attention, LatentAttention):
-            attention.attend = LatentsKept(attention)
+            attention.attend = LatentsKept(attention)  # pyright: ignore[reportAttributeAccessIssue]
     else:
         _wrap(block, name, Checkpointed)
 

@@ -100,7 +100,8 @@ class PlacedFunction:
     here: what one compiled piece keeps has one place."""
 
     def __init__(self, function: Callable[..., Any], *, place: Place) -> None:
-        self.function, self.place = function, place
+        self.function = function
+        self.place: Place = place
 
     @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any) -> Any:
@@ -148,7 +149,8 @@ class OffloadShelf(Shelf):
     def __init__(self, tiers: Tiers, stays: frozenset[int], device: torch.device, *, rest: Place) -> None:
         """`stays`: the memory that does not leave, by its address; `device`: the one that computes; `rest`: the place for tensors that no
         named part keeps."""
-        self._tiers, self._stays, self._device, self._rest = tiers, stays, device, rest
+        self._tiers, self._stays, self._device = tiers, stays, device
+        self._rest: Place = rest
         self._memories: dict[int, _Memory] = {}  # by address, while the forward runs
         # On the device by a part that is named; held, so that no other memory gets an address of these.
         self._kept = list[Tensor]()
@@ -201,7 +203,8 @@ class Retention:
 
     def __init__(self, parts: Mapping[int, nn.Module], tiers: Tiers, device: torch.device, *, rest: Place) -> None:
         """`rest`: the place for what no named part of a block keeps."""
-        self._parts, self._tiers, self._device, self._rest = parts, tiers, device, rest
+        self._parts, self._tiers, self._device = parts, tiers, device
+        self._rest: Place = rest
 
     def shelf(self, number: int, batch: Batch) -> Shelf:
         """Return an empty shelf for the forward of a part."""

@@ -326,7 +326,7 @@ def _simulated(waiting: list[BoundedCandidate], known: Sequence[Candidate], scor
 def _finer(ranked: Sequence[Candidate], like: Workload, scorer: "Scorer", most: int) -> list[Candidate]:
     """Return candidates, the fastest first, and for each of the first `most` its fastest form that recomputes or moves smaller parts, if
     that fits and is faster."""
-    known = {one.plan for one in ranked[:most]}
+    known = [one.plan for one in ranked[:most]]
     forms = {plan: base for base in ranked[:most] for plan in finer(base.plan, like.model) if plan not in known}
     others = [replace(like, plan=plan, software_profile=assumed(plan)) for plan in forms]
     scorer.prepare(others, lambda done, total: None)
