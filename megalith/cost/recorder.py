@@ -198,8 +198,8 @@ class Recorder(TorchDispatchMode):
         key = tensor.untyped_storage()._cdata
         self._packed[key] += 1
         place = place_now(self.rest)
-        nearest: Place = min(place, self._places.get(key, place), key=get_args(Place).index)
-        self._places[key] = nearest
+        known = self._places.get(key, place)
+        self._places[key] = known if get_args(Place).index(known) < get_args(Place).index(place) else place  # the nearest
         return tensor
 
     def keeps(self, x: Tensor) -> bool:

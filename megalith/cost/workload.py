@@ -270,8 +270,9 @@ class Workload:
         plan, software_profile = self.plan, self.software_profile
         only = plan.retain.places[0] if len(plan.retain.places) == 1 else None  # the same trace is for either place
         of: dict[str, Action] = {part: "host" if action == only else action for part, action in plan.actions.items()}
-        named = ((part, action) for part, action in of.items() if part != BLOCK and action != "recompute")
-        actions: tuple[tuple[str, Action], ...] = tuple(named)
+        actions: tuple[tuple[str, Action], ...] = tuple(
+            (part, action) for part, action in of.items() if part != BLOCK and action != "recompute"
+        )
         return Layout(
             microbatch=plan.microbatch,
             seq_len=self.seq_len,

@@ -60,10 +60,10 @@ def test_rounding_proves_only_pairs_with_what_is_never_exact() -> None:
             'precision.kept = "fp8": does not work with plan.overlap_tensor = 2: inputs that are sent in pieces are kept wide.',
         ),
         (_pair("model: dense", "expert: 2"), "plan.expert = 2: divides experts among ranks, but the model has none."),
-        (_pair("sites: two", "norm: known late"), "plan.post_validation = true: may undo the update of a step"),
+        (_pair("sites: two", "norm: known late"), "plan.post_validation = true: may undo an update after"),
         (
             _pair("model: experts", "sites: two, data parallel"),
-            'sites.method = "data-parallel": is not for models with experts',
+            'sites.method = "data-parallel": does not support models with experts',
         ),
         (_pair("optimizer: lion", "precision: bf16"), 'optimizer.kind = "lion": amplifies the rounding of bf16'),
     ],
