@@ -119,7 +119,7 @@ def spec_of(folder: Path, steps: int, *, model: str = "dense", seed: int = 0, an
 
 def faults_of(steps: int) -> Iterator[tuple[str, Fault]]:
     """Return the faults, which are the same in every run of the script."""
-    draw = random.Random(20)
+    draw = random.Random(21)
     for number in range(EACH):
         for kind in KINDS:
             step, place = draw.randrange(steps * 3 // 10, steps * 3 // 4), draw.random()
@@ -129,7 +129,7 @@ def faults_of(steps: int) -> Iterator[tuple[str, Fault]]:
                 case "rate":
                     fault = Fault(kind, step, math.exp(draw.uniform(math.log(1.5), math.log(40))), LASTS)
                 case _:
-                    fault = Fault(kind, step, draw.randrange(20, 31), place=place)
+                    fault = Fault(kind, step, draw.randrange(26, 31), place=place)
             yield f"{kind} {number}", fault
 
 

@@ -38,7 +38,9 @@ class Vitals:
     sound: bool | None = None
     """In a spike, True if the previous batch still has its old loss; None: not examined."""
     scale: Scale | None = None
-    """The loss scale of the step; None if the run has no loss scale."""
+    """The loss scale of the step, if it had one."""
+    lr: float = 0.0
+    """The learning rate of the update."""
 
     @property
     def finite(self) -> bool:
@@ -135,7 +137,7 @@ def known_after(decision: Decision, vitals: Vitals, *, stability: StabilitySpec,
         case Update(_, lowered):
             until = vitals.updates + stability.lower_for
             known = replace(known, lowered=until, lowerings=known.lowerings + 1) if lowered else known
-            return known.accepted(vitals.loss, vitals.norm, stability)
+            return known.accepted(vitals.loss, vitals.norm, stability).updated(vitals.step, vitals.lr)
         case Skip(spike=True):
             return replace(known, left_out=known.left_out + 1)
         case _:
@@ -164,28 +166,40 @@ def _not_finite(vitals: Vitals, stability: StabilitySpec, history: History) -> D
 def _spike(
     vitals: Vitals, found: tuple[Departure, ...], stability: StabilitySpec, history: History, update: Update
 ) -> Decision | None:
-    """Return the first response of `stability.answers` that is not used up. A batch is not skipped if the weights are known to be
-    damaged."""
+    """Return the first requested response that is not used up. A batch is not skipped if the weights are known to be damaged, or if
+    the run can go back to before a jump of the learning rate, which spoils every update and not this one alone."""
     if not found or not stability.answers:
         return None
     reason = ", ".join(map(str, found))
     if vitals.attended and vitals.tries == 0 and history.outside == 0:
         return Rerun("spike")
-    if "skip" in stability.answers and vitals.sound is not False and history.outside < stability.patience:
+    jumped = _jumped(vitals, history) is not None and _may_rewind(vitals, stability, history)
+    if "skip" in stability.answers and vitals.sound is not False and not jumped and history.outside < stability.patience:
         return Skip(reason, spike=True)
     last = _last(vitals, reason, stability, history, update)
     return _rewind(vitals, reason, stability, history, otherwise=last) or last
 
 
+def _jumped(vitals: Vitals, history: History) -> int | None:
+    """Return the step in which the learning rate jumped up shortly before the spike; None: it did not."""
+    jump = history.jump(vitals.step, vitals.lr)
+    return jump.step if jump is not None and jump.size > 0 else None
+
+
+def _may_rewind(vitals: Vitals, stability: StabilitySpec, history: History) -> bool:
+    return "rewind" in stability.answers and vitals.attended and len(history.rewinds) < stability.rewinds
+
+
 def _rewind(
     vitals: Vitals, reason: str, stability: StabilitySpec, history: History, *, otherwise: Update | Skip | Stop
 ) -> Rewind | None:
-    """Return a rewind to a copy from before the spike. A further rewind for the same spike uses an older copy."""
-    if "rewind" not in stability.answers or not vitals.attended or len(history.rewinds) >= stability.rewinds:
+    """Return a rewind to a copy from before the spike and a jump of the learning rate, and before the copy of an earlier rewind for the
+    same spike."""
+    if not _may_rewind(vitals, stability, history):
         return None
-    began = history.began if history.began >= 0 else vitals.step
+    began, jumped = history.began if history.began >= 0 else vitals.step, _jumped(vitals, history)
     before = history.nearby(vitals.step, stability)
-    at_most = began - stability.margin
+    at_most = began - stability.margin if jumped is None else min(began - stability.margin, jumped)
     return Rewind(reason, at_most if before is None else min(at_most, before - 1), otherwise)
 
 

@@ -87,8 +87,8 @@ class Unchecked:
         copies."""
         self.totals = self._gathering.wait()
         self.balance = Balance(self.trainer)  # awaited when the step is told, after a row in which all ranks get here
-        who = {"referee": self._referee, "healer": self._healer}
-        self._vitals = vitals_of(self.trainer, self.totals, self._scale_before, step=self.step, updates=self.updates - 1, **who)
+        how = {"referee": self._referee, "healer": self._healer, "updates": self.updates - 1, "lr": self.lr}
+        self._vitals = vitals_of(self.trainer, self.totals, self._scale_before, step=self.step, **how)
         self.decision = decision_of(self.trainer, self._vitals)
         right = self.decision == Update(1.0)
         if right:

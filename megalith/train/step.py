@@ -286,8 +286,10 @@ def vitals_of(
     healer: Healer | None = None,
     sound: bool | None = None,
     updates: int | None = None,
+    lr: float | None = None,
 ) -> Vitals:
-    """Return the vitals of a step with update number `updates` (None: the next), computed with loss scale `gradient_scale`."""
+    """Return the vitals of a step with update number `updates` and learning rate `lr` (None: the next update's), computed with this
+    loss scale."""
     state = trainer.state
     return Vitals(
         totals.loss,
@@ -300,6 +302,7 @@ def vitals_of(
         attended=healer is not None,
         sound=sound,
         scale=scale,
+        lr=trainer.lr if lr is None else lr,
     )
 
 

@@ -164,6 +164,16 @@ def test_a_learning_rate_that_jumped_is_held_at_what_it_was(data: str, tmp_path:
     )
 
 
+@sampled(5, together=True)
+def test_a_learning_rate_that_does_its_damage_slowly_is_undone_from_its_first_step(data: str, tmp_path: Path) -> None:
+    """The first number outside its band comes some steps after the jump, and copies of the steps between have its damage."""
+    slow = (Fault("rate", 40, 20.0, lasts=8),)
+    ended, told = train(tmp_path, spiky_run(data, answers=LADDER, lower_for=30, margin=1), slow)
+    (rewound,) = of_kind(told, Rewound)
+    assert rewound.step > 43 and rewound.to <= 40 < rewound.step - 2, "a copy from before the jump, and not the newest"
+    assert of_kind(told, Spike)[0].answer == "rewound" and ended.position.updates == 60
+
+
 def _killed(rank: int, spec: Any, folder: Path, at: str) -> RunEnd:
     """Kills its rank in the middle of the first rewind."""
 

@@ -1,5 +1,6 @@
 """The decision about an update, as a pure function."""
 
+import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from megalith.spec.run import LossScaleSpec, OptimizerSpec, StabilitySpec
 from megalith.train.decide import Decision, Rerun, Rewind, Skip, Stop, Update, Vitals, decide, known_after
-from megalith.train.stability.history import History
+from megalith.train.stability.history import History, room
 from megalith.train.stability.loss_scale import Scale
 
 STOP, SKIP = StabilitySpec(), StabilitySpec(not_finite="skip", skips=2)
@@ -63,13 +64,41 @@ def test_the_first_step_of_a_spike_is_computed_again() -> None:
 def test_answers_come_in_their_order() -> None:
     assert isinstance(answer(KNOWN), Skip)
     tired = KNOWN.strayed(38).strayed(39)
-    assert answer(tired) == Rewind("loss 9 above 3.3 (median 3)", 35, Update(lowered=True))
+    assert answer(tired) == Rewind("loss 9 above 3.6 (median 3)", 35, Update(lowered=True))
     damaged = answer(KNOWN, sound=False)
     assert isinstance(damaged, Rewind) and damaged.at_most == 37
     used = replace(tired, rewinds=((10, 5), (20, 15)))
     assert answer(used) == Update(lowered=True)
     assert answer(replace(used, lowered=50)) == Update(), "a lower rate is given its time"
-    assert answer(replace(used, lowerings=2)) == Stop("loss 9 above 3.3 (median 3)", spike=True)
+    assert answer(replace(used, lowerings=2)) == Stop("loss 9 above 3.6 (median 3)", spike=True)
+
+
+def test_after_a_jump_of_the_learning_rate_the_run_goes_back_before_it() -> None:
+    """The jump damages weights little by little, so that a batch before the spike may seem as it was."""
+    jumped = replace(KNOWN, rates=((36, 1e-3), (37, 1e-3), (38, 2e-2), (39, 2e-2)))
+    found = answer(jumped, sound=True, lr=2e-2)
+    assert isinstance(found, Rewind) and found.at_most == 37, "by the margin, which is before the jump"
+    early = replace(KNOWN, rates=((33, 1e-3), (34, 2e-2), (39, 2e-2)))
+    found = answer(early, sound=True, lr=2e-2)
+    assert isinstance(found, Rewind) and found.at_most == 34
+    assert isinstance(answer(early, asked(answers=("skip",)), sound=True, lr=2e-2), Skip), "it may not rewind"
+    assert isinstance(answer(replace(KNOWN, rates=((29, 1e-3), (30, 2e-2), (39, 2e-2))), sound=True, lr=2e-2), Skip), "long ago"
+    assert isinstance(answer(replace(KNOWN, rates=((38, 2e-2), (39, 1e-3))), sound=True, lr=1e-3), Skip), "it fell"
+    assert isinstance(answer(replace(KNOWN, rates=((38, 1e-3), (39, 1.1e-3))), sound=True, lr=1.2e-3), Skip), "a warm-up"
+
+
+def test_the_learning_rates_of_updates_are_part_of_the_history() -> None:
+    vitals = Vitals(3.0, 1.0, step=40, updates=40, lr=1e-3)
+    known = known_after(Update(), vitals, stability=LADDER, history=KNOWN)
+    assert known.rates == ((40, 1e-3),)
+    assert known_after(Skip("", spike=True), vitals, stability=LADDER, history=KNOWN).rates == ()
+    assert History.load(json.loads(known.dump())) == known
+    old = {name: value for name, value in json.loads(known.dump()).items() if name != "rates"}
+    assert History.load(old).rates == (), "a history from before they were kept"
+    full = known
+    for step in range(100):
+        full = known_after(Update(), replace(vitals, step=10**6 + step, lr=1 / 3e5), stability=LADDER, history=full)
+    assert len(full.rates) == 16 and len(full.dump()) < room(LADDER)
 
 
 def test_a_second_spike_nearby_goes_further_back() -> None:

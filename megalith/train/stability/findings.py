@@ -14,25 +14,15 @@ from megalith.events import Lowered, Spike
 from megalith.spec.run import StabilitySpec
 from megalith.train.decide import Decision, Rewind, Skip, Stop, Update, Vitals
 from megalith.train.stability.extremes import LOGITS, FirstRise
-from megalith.train.stability.history import Departure
+from megalith.train.stability.history import Departure, LearningRateJump
 
 Reason = Literal["not finite", "spike"]
-JUMP = 1.5  # times that a learning rate differs from the update before's, beyond all schedules once a band is known
 MOVED = 1.5  # times that the largest output of a part must grow to have moved
 NAMED = 5  # samples that the evidence names
 
 
 class SpikeError(ArithmeticError):
     """A spike ends the run, as `stability.answers` requires; the message has the spike's numbers and likely causes."""
-
-
-@dataclass(frozen=True)
-class LearningRateJump:
-    """A learning rate that changed from one update to the next."""
-
-    step: int
-    before: float
-    after: float
 
 
 @dataclass(frozen=True)

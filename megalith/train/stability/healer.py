@@ -30,13 +30,12 @@ from megalith.train.decide import Decision, Rewind, Update
 from megalith.train.guard import StateGuard
 from megalith.train.received import receive
 from megalith.train.restore import Position, history_in, position_in, report_copy
-from megalith.train.stability.findings import JUMP, NAMED, Findings, LearningRateJump, RecomputedWindow, SampleLoss, first_moved
+from megalith.train.stability.findings import NAMED, Findings, RecomputedWindow, SampleLoss, first_moved
+from megalith.train.stability.history import LearningRateJump
 from megalith.train.stability.samples import SampleLosses
 from megalith.train.step import AllGatherTotals, accumulate, seed_step
 from megalith.train.step_hooks import FirstComputation
 from megalith.train.tally import StepTotals
-
-RECENT = 8  # steps before a spike in which a change of the learning rate may be its cause
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,8 @@ class Healer:
         extremes, began = self.trainer.extremes, self.trainer.state.history.began
         # where nothing was computed again, extremes of the spike itself may be those of bad samples; earlier ones are the weights'
         risen = extremes.risen(before=began if findings.sound is None else None)
-        found = replace(findings, jump=self._jump(), read=(numbers.start, numbers.stop), risen=risen)
+        jump = self.trainer.state.history.jump(step, self._past[-1].lr)
+        found = replace(findings, jump=jump, read=(numbers.start, numbers.stop), risen=risen)
         if self._sampled is not None:
             found = self._with_samples(found, self._sampled.close(), step)
             self._sampled = None
@@ -168,16 +168,6 @@ class Healer:
         slots = (action for slot in program.rows[self.trainer.groups.coordinates["pipeline"]] for action in parts(slot))
         order = [action.microbatch for action in slots if action.kind == "F" and action.stage == program.stages - 1]
         return order == list(range(program.microbatches))
-
-    def _jump(self) -> LearningRateJump | None:
-        """Return the largest change of the learning rate shortly before the spike or during it."""
-        began = self.trainer.state.history.began
-        found = list[LearningRateJump]()
-        for one, other in zip(list(self._past), list(self._past)[1:], strict=False):
-            if began - RECENT <= other.step and one.lr > 0 and other.lr > 0 and not other.rewound:
-                found.append(LearningRateJump(other.step, one.lr, other.lr))
-        largest = max(found, key=lambda jump: abs(_rise(jump.before, jump.after)), default=None)
-        return largest if largest and abs(_rise(largest.before, largest.after)) >= math.log(JUMP) else None
 
     def _put_back(self, step: int) -> None:
         if self.guard is not None:

@@ -6,14 +6,13 @@ from dataclasses import replace
 from megalith.train.decide import Rewind, Skip, Stop, Update, Vitals
 from megalith.train.stability.findings import (
     Findings,
-    LearningRateJump,
     OutputGrowth,
     RecomputedWindow,
     SampleLoss,
     first_moved,
     spike_event,
 )
-from megalith.train.stability.history import Departure
+from megalith.train.stability.history import Departure, LearningRateJump
 
 FOUND = Findings(departures=(Departure("loss", 9.0, 3.0, 4.0),), to_log=True, repeated=True, first="loss 9", read=(320, 328))
 
