@@ -338,7 +338,7 @@ class _Claims:
     def last_beat(self, claim: Claim) -> str:
         """Return the last heartbeat that an owner wrote; empty if there is none."""
         try:
-            return self._path(claim, "beat").read_text(encoding="utf-8")
+            return self._path(claim, "beat").read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:
             return ""
 
@@ -374,7 +374,8 @@ def _lock(run_dir: Path) -> Iterator[None]:
 
 def _locked_by(run_dir: Path, lock: str) -> str:
     """Return the holder of the lock. The newest claim is more precise than the lock file, which an earlier version may have written."""
-    process = Path(lock).read_text(encoding="utf-8").strip()
+    text = Path(lock).read_text(encoding="utf-8", errors="replace").strip()
+    process = text if text.isascii() and text.isprintable() else ""  # somebody may have damaged the file
     newest = _Claims(run_dir).newest()
     return newest.who if newest is not None and process in ("", str(newest.process)) else process or "(unknown)"
 

@@ -57,6 +57,14 @@ def test_an_owner_of_an_earlier_version_is_named_too(tmp_path: Path) -> None:
             pytest.fail("owned twice")
 
 
+@pytest.mark.parametrize("text", [b"\xce\x00\xff no text", b"", b"12\n13 lines"])
+def test_a_damaged_lock_file_still_keeps_a_second_owner_out(tmp_path: Path, text: bytes) -> None:
+    with another_process(tmp_path) as process:
+        (tmp_path / "ranks" / "lock").write_bytes(text)
+        with pytest.raises(InUseError, match=f"is in use by process {process} on"), hold(tmp_path):
+            pytest.fail("owned twice")
+
+
 def _forked(act: Callable[[], object]) -> int:
     process = os.fork()
     if process == 0:
