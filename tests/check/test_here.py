@@ -69,7 +69,7 @@ def test_a_state_that_memory_cannot_hold_is_named(machine: Machine, settings: li
     problems = [problem for problem in short(machine, *settings) if problem.severity == "error"]
     assert [problem.key for problem in problems] == ["model.name"]
     where = "each GPU of this machine" if machine.gpus else machine.memory_of
-    assert f"and {where} has" in problems[0].reason
+    assert f"but {where} has" in problems[0].reason
 
 
 def test_the_cheapest_change_with_which_a_model_fits_this_machine_is_named_and_fits():

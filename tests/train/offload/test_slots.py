@@ -79,7 +79,9 @@ def test_an_altered_byte_is_named(tmp_path: Path, where: int) -> None:
     file = _file(tmp_path)
     file.write(1, _body(file, 6), counts=True)
     _flip(file, file.layout.starts[1] + where)
-    with pytest.raises(StateFileError, match=r"chunk 1 of .*state \(part 1\) has the sum [0-9a-f]{16}, and .* newest checkpoint"):
+    with pytest.raises(
+        StateFileError, match=r"chunk 1 of .*state \(part 1\) has the checksum [0-9a-f]{16}, but .* newest checkpoint"
+    ):
         _value(file, 1)
     assert _value(file, 0) == 0
 

@@ -109,7 +109,7 @@ def test_a_parameter_without_gradient_is_a_fault():
     held = parameters()
     set_gradients(held, 0)
     held["table"].grad = None
-    with pytest.raises(AssertionError, match="without gradient"):
+    with pytest.raises(AssertionError, match="without a gradient"):
         Trained(held, OptimizerSpec()).step(0, lr=LR)
 
 
