@@ -197,10 +197,10 @@ def _rank(
     whole = whole_bytes(workload, parts, here)
     # the head's backward follows its forward: its logits are gone before any block's backward
     logits = parts.head.saved + parts.head.working if here.head else 0.0
-    retain = workload.plan.retain
-    waiting = retain.away * sum(map(mul, flying, own.leaves))
-    far = host.on_disk(workload, waiting, retain.away * sum(map(mul, flying, own.for_disk)))
-    coming = 0 if not retain.away else 1 if retain.share < 1 else 2  # a block's, and those of the one before it
+    share = workload.plan.retain.away
+    waiting, for_disk = (share * sum(map(mul, flying, each)) if share else 0.0 for each in (own.leaves, own.for_disk))
+    far = host.on_disk(workload, waiting, for_disk) if share else 0.0
+    coming = 0 if not share else 1 if share < 1 else 2  # a block's, and those of the one before it
     working = overheads.working * own.working + coming * own.largest_leaves + rounding
     saved = sum(map(mul, flying, own.saved)) - waiting + _recorded(parts, here, flying, graphed)
     saved += _outputs(workload, parts, here, flying)

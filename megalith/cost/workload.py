@@ -101,6 +101,9 @@ class SoftwareProfile:
 EXPERTS = "mlp.experts"
 """The name of a block's experts, as a layer."""
 
+USUAL = PrecisionSpec()
+"""The choices of a run that makes none."""
+
 
 class Narrow(NamedTuple):
     """The narrow precision of Megalith's trainer, or bf16 with choices that keep inputs of products in 8 bits.
@@ -286,7 +289,7 @@ class Workload:
             expert_tensor=plan.expert_tensor,
             recompute=",".join(plan.recomputed_parts) or "none",
             actions=actions,
-            rounded_tile=kept_tile(self.narrow.choices if self.narrow is not None and plan.rounding else PrecisionSpec()),
+            rounded_tile=kept_tile(self.narrow.choices if self.narrow is not None and plan.rounding else USUAL),
             rest=place_of(of[BLOCK]) if plan.retain.places else "host",
             attention=software_profile.attention,
             regather=software_profile.overheads not in ("eager", "compiled") and plan.tensor > 1,

@@ -154,6 +154,8 @@ class RetainSpec(Spec):
     @property
     def places(self) -> tuple[Place, ...]:
         """The places outside the device where tensors wait, of all blocks or of parts of them."""
+        if self.blocks == "device" and not self.parts:  # the usual case, which a search asks for at every plan
+            return ()
         named = {self.blocks, *self.parts.values()}
         return tuple(place for place in OUTSIDE if place in named)
 
