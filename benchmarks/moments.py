@@ -3,6 +3,8 @@
     megalith data prepare bundled:austen --tokenizer bytes --validation 0.03 --out data/austen-bytes
     python benchmarks/moments.py --data data/austen-bytes --steps 2000 --seeds 3 --out moments.jsonl
 
+`integers` is a bad format that the comparison must show: 8 bits in even steps up to the largest number of a block, and no root.
+
 A loss is the mean over the last tenth of the steps, each on samples that the run has not seen. `noise` is fp32 with a learning rate that is
 larger by a millionth: the gap between two runs that hardly differ. Cases that compute in bf16 are compared with `compute`, which has wide
 state. The file keeps finished cases, as benchmarks/cases.py says.
@@ -14,12 +16,15 @@ import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+from torch import Tensor
 
 from benchmarks import cases
+from megalith.kernels import moments
 from megalith.prove.worlds import run_ranks
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import assemble, mesh_groups
@@ -33,6 +38,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "noise": ({"lr": 1e-3 * (1 + 1e-6)}, {}),
     "bf16": ({"moments": "bf16"}, {}),
     "fp8": ({"moments": "fp8"}, {}),
+    "integers": ({"moments": "fp8"}, {}),
     "compute": ({}, IN_BF16),
     "split8": ({"master": "split8"}, IN_BF16),
     "gradients": ({}, IN_BF16 | {"gradients": "bf16"}),
@@ -104,8 +110,30 @@ def measured(data: str, device: str, case: tuple[str, float, int, int]) -> dict[
     name, beta2, seed, steps = case
     optimizer, training = CASES[name]
     spec = run_of(data, steps, seed, {"beta2": beta2} | optimizer, training)
-    (loss,) = run_ranks(train, 1, spec, torch.device(device), timeout=3600.0)
+    (loss,) = run_ranks(in_integers if name == "integers" else train, 1, spec, torch.device(device), timeout=3600.0)
     return {"loss": loss}
+
+
+def in_integers(rank: int, spec: RunSpec, device: torch.device) -> float:
+    """Train with moments in plain integers of 8 bits, with one scale for each block."""
+
+    def pack(numbers: Tensor, into: Tensor, block: int, drawn: Tensor, *, root: bool) -> None:
+        for columns, where in moments._spans(numbers.shape[-1], block):
+            blocks, target = moments._cut(numbers[:, columns], block), moments._cut(into[:, where], block + 1)
+            k = torch.log2(blocks.abs().amax(-1).clamp(min=2.0**-126) / 127).ceil().clamp(-127, 127)
+            target[..., :-1].copy_((blocks * torch.exp2(-k)[..., None]).round().to(torch.int8).view(torch.uint8))
+            target[..., -1].copy_(k + 127)
+
+    def unpack(packed: Tensor, block: int, columns: int, *, root: bool) -> Tensor:
+        found = torch.empty(packed.shape[0], columns, device=packed.device)
+        for here, where in moments._spans(columns, block):
+            pieces = moments._cut(packed[:, where], block + 1)
+            numbers = pieces[..., :-1].contiguous().view(torch.int8) * torch.exp2(pieces[..., -1].float() - 127)[..., None]
+            moments._cut(found[:, here], block).copy_(numbers)
+        return found
+
+    with mock.patch.multiple(moments, pack=pack, unpack=unpack):
+        return train(rank, spec, device)
 
 
 def train(rank: int, spec: RunSpec, device: torch.device) -> float:

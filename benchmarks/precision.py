@@ -2,6 +2,7 @@
 
     megalith data prepare bundled:austen --tokenizer bytes --validation 0.03 --out data/austen-bytes
     python benchmarks/precision.py --data data/austen-bytes --steps 2000 --seeds 3 --out precision.jsonl
+    python benchmarks/precision.py --data data/austen-bytes --steps 2000 --seeds 3 --model experts --cases bf16 noise fp8 nvfp4
     python benchmarks/precision.py --data data/austen-bytes --steps 100 --seeds 1 --gradients
 
 A loss is the mean over the last tenth of the steps, each on samples that the run has not seen. `noise` is bf16 with a learning rate that is
@@ -16,10 +17,12 @@ benchmarks/cases.py says. `--gradients` leaves out the losses.
 import argparse
 import statistics
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -27,8 +30,10 @@ import torch
 from torch import Tensor
 
 from benchmarks import cases
+from megalith.kernels.narrow import Narrow
 from megalith.parallel.data import local
 from megalith.prove.worlds import run_ranks
+from megalith.spec.presets import presets
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer, assemble, mesh_groups
 from megalith.train.restore import Position, read_step
@@ -52,7 +57,14 @@ CASES: dict[str, dict[str, Any]] = {
     "nvfp4, nearest": {"precision": "nvfp4", "choices": NEAREST},
     "mxfp4": {"precision": "mxfp4"},
     "mxfp4, nearest": {"precision": "mxfp4", "choices": NEAREST},
+    "bad maxima": {"precision": "fp8", "choices": {"granularity": "tensor", "history": 16}},
 }
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {"layers": 4, "dim": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 384, "vocab": 512, "context": 64},
+    "experts": presets()["deepseek-tiny"].values | {"vocab": 512},
+}
+"""Models of four blocks of width 128, of which the middle two multiply in few bits: a Llama, and a DeepSeek with eight experts."""
+BAD = "bad maxima"
 GRADIENTS = "gradients"
 """Name of the case that holds the errors of all recipes' gradients."""
 
@@ -62,47 +74,64 @@ def main() -> None:
     parser.add_argument("--data", required=True)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--model", choices=[*MODELS], default="dense")
+    parser.add_argument(
+        "--cases", nargs="+", default=[*CASES, GRADIENTS], choices=[*CASES, GRADIENTS], help="bf16 is always measured"
+    )
     parser.add_argument("--gradients", action="store_true", help="compare gradients alone")
     parser.add_argument("--out", type=Path, default=Path("precision.jsonl"), help="where finished cases are kept")
     cases.add_arguments(parser, device=True)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    names = [GRADIENTS] if given.gradients else [*CASES, GRADIENTS]
-    wanted = [(name, seed, given.steps) for seed in range(given.seeds) for name in names]
+    names = [GRADIENTS] if given.gradients else list(dict.fromkeys(("bf16", *given.cases)))
+    wanted = [(given.model, name, seed, given.steps) for seed in range(given.seeds) for name in names]
     measure = partial(measured, given.data, given.device)
     rows = cases.finish(given.out, wanted, measure, workers=given.workers, device=given.device)
-    found = {tuple(row["case"]): row["found"] for row in rows}
-    if not given.gradients:
-        _show_losses(found, given.steps, given.seeds)
-    _show_gradients(found, given.steps, given.seeds)
+    results = {tuple(row["case"]): row["found"] for row in rows}
+    found = {name: [results[given.model, name, seed, given.steps] for seed in range(given.seeds)] for name in names}
+    if gradients := found.pop(GRADIENTS, None):
+        _show_gradients(gradients)
+    if found:
+        _show_losses(found, given.seeds)
 
 
-def _show_losses(found: Mapping[tuple[Any, ...], Any], steps: int, seeds: int) -> None:
+@contextmanager
+def fault_of(name: str) -> Iterator[None]:
+    """Plant the fault of a bad recipe, which a comparison must show: maxima are taken without the rank that has the largest numbers,
+    so numbers of over an eighth of the largest saturate."""
+    take_in = Narrow.take_in
+    with (
+        mock.patch.object(Narrow, "take_in", lambda recipe, largest: take_in(recipe, largest / 8))
+        if name == BAD
+        else nullcontext()
+    ):
+        yield
+
+
+def _show_losses(found: Mapping[str, list[float]], seeds: int) -> None:
     """Print the gap between each case and bf16: the mean over the seeds, and its standard error."""
     print(f"{'recipe':22}loss    gap to bf16")
-    for name in CASES:
-        mine = [found[name, seed, steps] for seed in range(seeds)]
-        gaps = [100 * (loss / found["bf16", seed, steps] - 1) for seed, loss in enumerate(mine)]
+    for name, mine in found.items():
+        gaps = [100 * (loss / wide - 1) for loss, wide in zip(mine, found["bf16"], strict=True)]
         error = statistics.stdev(gaps) / seeds**0.5 if seeds > 1 else float("nan")
         gap = "" if name == "bf16" else f"{statistics.mean(gaps):+.3f} % (+-{error:.3f})"
         print(f"{name:22}{statistics.mean(mine):.4f}  {gap}".rstrip())
 
 
-def _show_gradients(found: Mapping[tuple[Any, ...], Any], steps: int, seeds: int) -> None:
+def _show_gradients(found: list[Mapping[str, list[float]]]) -> None:
     """Print the error and the cosine of each recipe's gradients: the mean over the seeds."""
     print(f"{'recipe':22}error   cosine   with an outlier: error   cosine")
-    for name in found[GRADIENTS, 0, steps]:
-        rows = [found[GRADIENTS, seed, steps][name] for seed in range(seeds)]
+    for name in found[0]:
+        rows = [each[name] for each in found]
         error, cosine, then, angle = (statistics.mean(column) for column in zip(*rows, strict=True))
         print(f"{name:22}{error:.4f}  {cosine:.5f}  {then:22.4f}   {angle:.5f}")
 
 
-def run_of(data: str, steps: int, seed: int, case: Mapping[str, Any]) -> RunSpec:
-    """A run of a small Llama: four blocks of width 128, of which the middle two multiply in few bits."""
-    model = {"layers": 4, "dim": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 384, "vocab": 512, "context": 64}
+def run_of(data: str, steps: int, seed: int, model: str, case: Mapping[str, Any]) -> RunSpec:
+    """A run of one of the models."""
     return RunSpec.model_validate(
         {
-            "model": model,
+            "model": MODELS[model],
             "data": {"path": data},
             "plan": {"microbatch": 8},
             "precision": case.get("choices", {}),
@@ -112,11 +141,11 @@ def run_of(data: str, steps: int, seed: int, case: Mapping[str, Any]) -> RunSpec
     )
 
 
-def measured(data: str, device: str, case: tuple[str, int, int]) -> dict[str, Any]:
+def measured(data: str, device: str, case: tuple[str, str, int, int]) -> dict[str, Any]:
     """Measure a case in a process of its own; return the row's result."""
-    name, seed, steps = case
+    model, name, seed, steps = case
     function, more = (errors, ()) if name == GRADIENTS else (loss, (name,))
-    (found,) = run_ranks(function, 1, data, torch.device(device), steps, seed, *more, timeout=3600.0)
+    (found,) = run_ranks(function, 1, data, torch.device(device), steps, seed, model, *more, timeout=3600.0)
     return {"found": found}
 
 
@@ -131,14 +160,15 @@ def trained(trainer: Trainer) -> list[float]:
     return [train_step(trainer, read_step(stream, spec, Position(), step, 0), step=step).loss for step in steps]
 
 
-def loss(rank: int, data: str, device: torch.device, steps: int, seed: int, name: str) -> float:
+def loss(rank: int, data: str, device: torch.device, steps: int, seed: int, model: str, name: str) -> float:
     """Train with a recipe; return the mean loss of the last steps."""
-    return statistics.mean(trained(trainer_of(run_of(data, steps, seed, CASES[name]), device))[-max(1, steps // 10) :])
+    with fault_of(name):
+        return statistics.mean(trained(trainer_of(run_of(data, steps, seed, model, CASES[name]), device))[-max(1, steps // 10) :])
 
 
-def errors(rank: int, data: str, device: torch.device, steps: int, seed: int) -> dict[str, list[float]]:
+def errors(rank: int, data: str, device: torch.device, steps: int, seed: int, model: str) -> dict[str, list[float]]:
     """Train in bf16; then return the error and the cosine of each recipe's gradients, without and with an outlier."""
-    begun = trainer_of(run_of(data, steps, seed, CASES["bf16"]), device)
+    begun = trainer_of(run_of(data, steps, seed, model, CASES["bf16"]), device)
     trained(begun)
     stream = open_stream(begun.spec, "train")
     samples = [read_step(stream, begun.spec, Position(), step, 0) for step in (steps, steps + 1)]
@@ -147,13 +177,14 @@ def errors(rank: int, data: str, device: torch.device, steps: int, seed: int) ->
     for name, tensor in planted.items():
         if name.endswith("mlp_norm.weight"):
             tensor[CHANNEL] *= OUTLIER
-    exact = trainer_of(run_of(data, steps, seed, {"precision": "fp32"}), device)
+    exact = trainer_of(run_of(data, steps, seed, model, {"precision": "fp32"}), device)
     expected = [gradients(exact, each, samples) for each in (weights, planted)]
     found: dict[str, list[float]] = {}
     for name in (name for name in CASES if name != "noise"):
-        trainer, row = trainer_of(run_of(data, steps, seed, CASES[name]), device), list[float]()
+        trainer, row = trainer_of(run_of(data, steps, seed, model, CASES[name]), device), list[float]()
         for held, theirs in zip((weights, planted), expected, strict=True):
-            ours = gradients(trainer, held, samples)
+            with fault_of(name):
+                ours = gradients(trainer, held, samples)
             row += [float((ours - theirs).norm() / theirs.norm()), float(torch.dot(ours, theirs) / ours.norm() / theirs.norm())]
         found[name] = row
     return found

@@ -1,5 +1,6 @@
 """Long benchmarks: their cases, and a small version of the whole in tests that may take minutes."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -91,6 +92,18 @@ def test_all_of_it_in_small(benchmark: str, tmp_path: Path) -> None:
     asked = [sys.executable, str(ROOT / f"benchmarks/{benchmark}.py"), "--quick", "--file", str(tmp_path / "runs.jsonl")]
     first, second = (subprocess.run(asked, capture_output=True, text=True, check=True).stdout for _ in range(2))
     assert second.strip() and {*second.splitlines()} <= {*first.splitlines()}
+
+
+@only_full
+@pytest.mark.parametrize(("benchmark", "case", "bad"), [("precision", "fp8", "bad maxima"), ("moments", "fp8", "integers")])
+def test_a_bad_recipe_is_seen(benchmark: str, case: str, bad: str, tmp_path: Path) -> None:
+    """Its loss is farther from that of wide numbers than the loss of the good recipe, already after a fiftieth of the steps."""
+    asked = [sys.executable, str(ROOT / f"benchmarks/{benchmark}.py"), "--data", str(prepare_text(tmp_path)), "--steps", "40"]
+    wide = ["fp32", "noise"] if benchmark == "moments" else ["noise"]
+    asked += ["--seeds", "1", "--out", str(tmp_path / "runs.jsonl"), "--cases", *wide, case, bad]
+    printed = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+    gaps = {name: float(re.search(rf"^{name} .*? ([+-][\d.]+) %", printed, re.M)[1]) for name in ("noise", case, bad)}  # type: ignore[index]
+    assert abs(gaps["noise"]) < abs(gaps[case]) < gaps[bad], printed
 
 
 @pytest.mark.slow
