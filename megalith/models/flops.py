@@ -9,9 +9,7 @@ from megalith.models.batch import Batch
 from megalith.models.stage import Stage
 from megalith.spec.model import ModelSpec
 
-CONVENTION = (
-    "PaLM's count (Chowdhery et al. 2022, appendix B): matrix products, attention in full although causal, no recomputation"
-)
+CONVENTION = "counted as for PaLM (Chowdhery et al. 2022, appendix B): matrix products, full attention although it is causal, no recomputation"
 
 
 def flops_per_token(spec: ModelSpec, seq_len: int) -> float:

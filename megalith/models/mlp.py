@@ -14,7 +14,7 @@ from megalith.spec.model import MlpSpec
 
 
 class _SquaredRelu(torch.autograd.Function):
-    """Squared ReLU that saves only its input, the result of a product. Its output can be computed again."""
+    """Squared ReLU that saves only its input for backward."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
