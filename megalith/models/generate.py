@@ -90,7 +90,6 @@ def generate(
 
 
 def _choose(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator) -> int:
-    """Choose one token from [vocab] logits."""
     if temperature == 0:
         return int(logits.argmax())
     values, order = (logits / temperature).sort(descending=True)

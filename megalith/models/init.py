@@ -74,7 +74,6 @@ def initialise(
 
 
 def _fill(parameter: Tensor, name: str, first: First, *, spec: ModelSpec, seed: int) -> None:
-    """Set the first values of a parameter that a user's own part declares."""
     if first in ("ones", "zeros"):
         parameter.fill_(float(first == "ones"))
     else:
@@ -105,7 +104,6 @@ def _draw(weight: Tensor, name: str, *, spread: float, seed: int) -> None:
 
 
 def _draw_part(matrix: Tensor, held: HeldExperts, name: str, *, spread: float, seed: int) -> None:
-    """Draw one expert's whole matrix, and keep this rank's part."""
     sizes = list(matrix.shape)
     sizes[held.dim] *= held.parts
     whole = matrix if held.parts == 1 else matrix.new_empty(sizes)
@@ -115,7 +113,6 @@ def _draw_part(matrix: Tensor, held: HeldExperts, name: str, *, spread: float, s
 
 
 def _spread(name: str, spec: ModelSpec) -> float:
-    """Standard deviation of a matrix's first values."""
     if name == "embedding.weight":
         return spec.embedding.init_std or spec.init_std
     if name == "head.output.weight" or name.startswith("embedding."):

@@ -38,7 +38,6 @@ def _interpolated(plain: Tensor, theta: float, scaling: YarnScaling) -> Tensor:
     channels = 2 * len(plain)
 
     def pair(turns: float) -> float:
-        """Return the number of the channel pair that makes this many turns within the original context."""
         return channels * math.log(scaling.original_context / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = max(math.floor(pair(scaling.beta_fast)), 0), min(math.ceil(pair(scaling.beta_slow)), channels - 1)

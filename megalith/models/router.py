@@ -176,7 +176,6 @@ class Router(nn.Module):
         return best
 
     def _within_groups(self, wanted: Tensor, margins: list[Tensor] | None) -> Tensor:
-        """Exclude experts outside each token's best groups from the choice."""
         grouped = wanted.unflatten(-1, (self.spec.groups, -1))
         worth = grouped.amax(-1) if self.spec.group_score == "max" else grouped.topk(2, -1).values.sum(-1)
         allowed = torch.zeros_like(worth, dtype=torch.bool)
@@ -228,7 +227,6 @@ class Router(nn.Module):
         return (counts.float() * (counts.shape[1] / counts.sum(1, keepdim=True))).unsqueeze(1)
 
     def _count(self, choices: Tensor) -> Tensor:
-        """Count, for choices [sets, choices], how often the tokens of each set chose each expert: [sets, experts]."""
         counts = choices.new_zeros(choices.shape[0], self.weight.shape[0])
         return counts.scatter_add_(1, choices, torch.ones_like(choices))
 
@@ -275,7 +273,6 @@ class EvenRouting:
         )
 
     def _below(self, number: int, expert: int) -> int:
-        """Return how many of 0, 1, ..., number - 1 equal `expert` modulo `experts`."""
         return (number - expert + self.experts - 1) // self.experts
 
 

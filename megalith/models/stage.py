@@ -89,7 +89,6 @@ class Stage(nn.Module):
         return replace(batch, rotary=self._rotary(batch))
 
     def _rotary(self, batch: Batch) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Return one table for all layers with the same rotation."""
         positions = batch.positions
         if positions is None:
             positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
@@ -97,7 +96,6 @@ class Stage(nn.Module):
 
 
 def _attention(spec: ModelSpec, part: str) -> AttentionSpec | LatentAttentionSpec | None:
-    """The attention in a part; None if the part has none."""
     if part == "head":
         return spec.head.ahead.block.attention if spec.head.ahead else None
     return spec.blocks[int(part.removeprefix("blocks."))].attention if part != "embedding" else None

@@ -99,7 +99,6 @@ class Builder:
         return Runner(stage, used, zero=self.plan.zero, reducer=self.reducer, **how)
 
     def _retention(self, stage: Stage) -> Retention | None:
-        """Return the blocks of a stage whose saved tensors leave the device; None if no block's tensors leave it."""
         if not self.tiers:
             return None
         blocks = ((at, name.removeprefix("blocks."), part) for at, (name, part) in enumerate(stage.parts()))
@@ -129,7 +128,6 @@ class Builder:
         return {f"{path}.{name}": place for path, places in found for name, place in places.items()}
 
     def _split(self, part: nn.Module) -> dict[nn.Parameter, Place]:
-        """Split the part among tensor ranks; return the `Place` of each parameter. Experts have other places, from `_share_experts`."""
         if self.plan.tensor > 1:
             split_part(part, self.split)
         return {p: Place(self.groups.state, (self.split.placed.get(p, Replicate()),)) for p in part.parameters()}

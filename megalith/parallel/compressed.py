@@ -138,7 +138,6 @@ class CompressedAttention:
         return out
 
     def _leave(self, module: nn.Module, args: tuple[Tensor]) -> None:
-        """Record the input of the layer after the core."""
         self._out = args[0].detach() if torch.is_grad_enabled() else None
 
     def _put(self, tensor: Tensor, pack: Callable[[Tensor], Any]) -> Any:
@@ -155,7 +154,6 @@ class CompressedAttention:
 
 
 def _packed(tensor: Tensor, channels: int, rounding: Rounding, pack: Callable[[Tensor], Any]) -> _Packed:
-    """Return the saved form of a tensor. `pack`: the surrounding hook, which gets the tensor's bytes."""
     return _Packed(pack(_rows(tensor, channels, rounding)), channels, tensor.shape, _order(tensor), tensor.dtype)
 
 
@@ -165,18 +163,15 @@ def _rows(tensor: Tensor, channels: int, rounding: Rounding) -> Tensor:
 
 
 def _unpacking(unpack: Callable[[Any], Tensor], rounding: Rounding) -> Callable[[Any], Tensor]:
-    """Return the hook that restores a saved tensor. `unpack`: the surrounding hook."""
     return lambda kept: _restored(kept, unpack(kept.kept), rounding) if isinstance(kept, _Packed) else unpack(kept)
 
 
 def _order(tensor: Tensor) -> tuple[int, ...]:
-    """Return the tensor's dims in memory order, with the channels last."""
     *others, channels = range(tensor.dim())
     return *sorted(others, key=lambda dim: -tensor.stride(dim)), channels
 
 
 def _restored(kept: _Packed, content: Tensor, rounding: Rounding) -> Tensor:
-    """Return a contiguous tensor whose dims have their original order in memory."""
     rows = rounding.unpacked(content, kept.channels, kept.dtype)
     sizes = [kept.shape[dim] for dim in kept.order]
     return rows.view(sizes).permute([kept.order.index(dim) for dim in range(len(sizes))])

@@ -196,11 +196,9 @@ class _Seen:
     window: int | None
 
     def of(self, rank: int) -> tuple[MaskRows, ...]:
-        """Return, for this rank's queries, the visible keys of rank `rank`."""
         return self._of(self.parts[rank])
 
     def of_all(self) -> tuple[MaskRows, ...]:
-        """Return, for this rank's queries, the visible keys of whole sequences, in the order of positions."""
         return self._of(((0, max(end for runs in self.parts for _, end in runs)),))
 
     def _of(self, keys: Segments) -> tuple[MaskRows, ...]:
@@ -211,18 +209,15 @@ class _Seen:
 
 
 def _pack(k: Tensor, v: Tensor) -> Tensor:
-    """Pack k and v, both [batch, part, kv_heads, channels], into one flat block."""
     return torch.cat((k.reshape(-1), v.reshape(-1)))
 
 
 def _unpack(block: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return views, shaped like k and v, of a packed block."""
     of_k, of_v = block.split((k.numel(), v.numel()))
     return of_k.view(k.shape), of_v.view(v.shape)
 
 
 def _heads_first(*tensors: Tensor) -> Iterator[Tensor]:
-    """Return views [batch, heads, part, channels], the layout of the kernels."""
     return (x.transpose(1, 2) for x in tensors)
 
 

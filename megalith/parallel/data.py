@@ -323,7 +323,6 @@ class Bucket:
         return arrival
 
     def _make_room(self) -> None:
-        """Allocate memory for the whole weights."""
         for weight in self.weights:
             if not weight.resident:
                 weight.compute.untyped_storage().resize_(weight.bytes)
@@ -347,7 +346,6 @@ class Bucket:
         parcel.pack(message, (weight.share() for weight in self.weights))
 
     def _send(self, arrival: PendingGather) -> None:
-        """Begin to gather from all shards."""
         mine, arrival.mine = arrival.mine, None  # from now on the collective's alone
         if mine is not None:
             arrival.everyone = mine.new_empty(self.size * len(mine))
@@ -375,7 +373,6 @@ class Bucket:
         self.whole, self._arriving = True, None
 
     def _unfold(self, table: Tensor, parcel: Parcel | None) -> None:
-        """Write the whole weights from `table`, the messages of all ranks."""
         if parcel is not None:
             parcel.unpack(table)
             return

@@ -237,7 +237,6 @@ class Executor:
             flight.arrived["F", action.stage + 1, key[1]] = out  # here for the next stage, or for `_send`
 
     def _gradient(self, action: Action, flight: _Flight) -> Tensor | None:
-        """Return the gradient of the stage's output; None on the last stage, whose output is the loss."""
         return None if action.stage == self.program.stages - 1 else flight.arrived.pop(("B", *_key(action)))
 
     def _hand_back(self, action: Action, grad: Tensor | None, flight: _Flight) -> None:
@@ -329,7 +328,6 @@ def _lane(channel: Channel) -> tuple[str, bool]:
 
 
 def _reads(action: Action) -> str:
-    """Return the kind of tensor that a computation receives: activations ("F") or gradients ("B")."""
     return "F" if action.kind == "F" else "B"
 
 

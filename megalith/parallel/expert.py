@@ -296,17 +296,14 @@ def _start(rows: Tensor, receive: list[int], send: list[int], group: dist.Proces
 
 
 def _outward(rows: Tensor, traffic: AllToAllTraffic, group: dist.ProcessGroup) -> Pending:
-    """Dispatch rows to the ranks of their experts."""
     return _start(rows, traffic.receive, traffic.send, group)
 
 
 def _homeward(rows: Tensor, traffic: AllToAllTraffic, group: dist.ProcessGroup) -> Pending:
-    """Send rows back to the ranks they came from."""
     return _start(rows, traffic.send, traffic.receive, group)
 
 
 def _gather_rows(rows: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Return the rows of all ranks, in rank order; `sizes`: the number of rows of each rank."""
     copies = rows.repeat(group.size(), 1)
     return _start(copies, sizes, [rows.shape[0]] * group.size(), group).wait()
 
@@ -319,7 +316,6 @@ def _scatter_rows(rows: Tensor, sizes: list[int], group: dist.ProcessGroup) -> T
 
 
 def _take(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's share of a sequence that all ranks have."""
     assert x.shape[1] % group.size() == 0, (x.shape, group.size())
     return x.chunk(group.size(), 1)[group.rank()].contiguous()
 

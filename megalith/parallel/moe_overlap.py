@@ -166,14 +166,12 @@ class BlockGraphs:
         return self.attend.gradients([of_residual, of_normal, sums_of(of_rows, None, destinations.order), of_weights], queue)[0]
 
     def _send_again(self) -> Pending:
-        """Dispatch rows to the experts again, from the saved input of the MLP."""
         computations = self.computations
         assert self.normal is not None
         own = computations.moe.dispatcher.enter(unpack_saved(self.normal)).flatten(0, 1)
         return computations.moe.start_dispatch(rows_of(own, computations.destinations.order), computations.destinations.traffic)
 
     def _shared_backward(self, of_shared: Sequence[Tensor | None], queue: Queue | None) -> Tensor | None:
-        """Return the gradient of the shared expert's input; None if the block has no shared expert."""
         if not of_shared:
             return None
         if self.recompute.shared_expert:

@@ -137,7 +137,6 @@ def _adds(operator: ReduceOp) -> Callable[[Tensor], Tensor] | None:
 
 
 def _times(tensor: Tensor, ranks: int) -> Tensor:
-    """Return the elements of a tensor, repeated once per rank."""
     return tensor.reshape(-1).repeat(ranks)
 
 

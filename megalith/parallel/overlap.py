@@ -181,7 +181,6 @@ class _InPieces(nn.Module):
 
     @property
     def activated(self) -> Callable[..., Tensor]:
-        """See `Multiply.activated`."""
         return self.recipe.activated
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -130,5 +130,4 @@ def _parts(item: Item, fields: Sequence[Field], message: Tensor, count: int) -> 
 
 
 def _row(shape: Sequence[int], dim: int) -> tuple[int, ...]:
-    """Return the shape of a slice along `dim`."""
     return (*shape[:dim], *shape[dim + 1 :])

@@ -253,11 +253,9 @@ class Runner:
         return out, kept
 
     def _shelf(self, number: int, batch: Batch) -> Shelf:
-        """Return the shelf on which a part's forward saves tensors."""
         return STAYS if self._retention is None else self._retention.shelf(number, batch)
 
     def _compute(self, number: int, x: Tensor, batch: Batch, shelf: Shelf = STAYS) -> Steps[tuple[Tensor | Loss, Graph | None]]:
-        """Run a part; return its detached output and its graph. `shelf` keeps the tensors that the graph saves."""
         part = self.parts[number]
         if not torch.is_grad_enabled():
             return part(x, batch), None
@@ -376,7 +374,6 @@ class Runner:
 
 
 def _whole(part: nn.Module, x: Tensor, batch: Batch, shelf: Shelf) -> tuple[Tensor | Loss, Piece]:
-    """Run a part as one graph. `shelf` keeps the tensors that the graph saves."""
     loss: Loss | None = None
 
     def run(x: Tensor) -> tuple[Tensor]:

@@ -82,7 +82,6 @@ def share_maxima(
 
 
 def _first_output(layer: Linear, groups: Groups) -> int:
-    """Return the index of the first output of a layer that this tensor rank computes."""
     return layer.rows.start if layer.rows is not None else groups.coordinates["tensor"] * layer.weight.shape[0]
 
 

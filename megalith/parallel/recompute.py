@@ -130,7 +130,6 @@ def _activating(block: nn.Module, name: str) -> Iterator[Multiply]:
 
 
 def _wrap(block: nn.Module, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Wrap the functions that compute part `name` of a block."""
     if name in FORMED:
         for multiply in _activating(block, name):
             multiply.activated = wrapper(multiply.activated)

@@ -60,11 +60,9 @@ class _Memory:
         self._coming: PendingFetch | None = None
 
     def leave(self, copy: OffloadedCopy) -> None:
-        """Drop the memory on the device, because `copy` holds its content."""
         self._copy, self._here = copy, None
 
     def fetch(self) -> None:
-        """Begin to move the memory back to the device, unless this has begun already."""
         if self._copy is not None:
             self._coming, self._copy = self._copy.fetch(), None
 
@@ -219,7 +217,6 @@ class Retention:
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:
-    """Yield the tensors of a microbatch."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple):

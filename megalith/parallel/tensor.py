@@ -95,7 +95,6 @@ def gather(x: Tensor, group: dist.ProcessGroup, dim: int = 1) -> Tensor:
 
 
 def _scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum x over the ranks, and return this rank's share along dim 1."""
     size = group.size()
     parts = x.unflatten(1, (size, -1)).movedim(1, 0).contiguous().flatten(0, 1)
     out = x.new_empty((parts.shape[0] // size, *parts.shape[1:]))
@@ -220,7 +219,6 @@ def leave(module: nn.Module, split: Split, owner: nn.Module) -> None:
 
 
 def _with_late(module: nn.Module, split: Split, out: Tensor) -> Tensor:
-    """Add the biases of a module's row-split layers to `out`, the sum over the ranks."""
     for layer in split.late.get(module, ()):
         out = out + layer.bias
     return out
