@@ -384,7 +384,7 @@ def test_a_rule_that_cannot_update_state_elsewhere_is_refused(folder: Path, monk
     kind = f"{__name__}:GRASPING"
     monkeypatch.setitem(OPTIMIZERS, kind, OPTIMIZERS["mine:MOMENTUM"]._replace(rule=f"{__name__}:Grasping"))
     try_rule(kind, tiny_run().optimizer)
-    with pytest.raises(own.OwnPartError, match="in any shape"):
+    with pytest.raises(own.OwnPartError, match="accept any shape"):
         try_rule(kind, tiny_run().optimizer, away=True)
     try_rule("mine:MOMENTUM", tiny_run().optimizer, away=True)
 
