@@ -102,7 +102,7 @@ class StateGuard:
     def after_update(self, trainer: Trainer, step: int) -> None:
         """Verify the update, and record the digest that the state must still have before the next update."""
         if self.update_verifier and self._verifies(step) and (rank := self.update_verifier.check(step)) is not None:
-            text = f"rank {rank}'s update in step {step + 1} differs from the same update, recomputed from a copy of the state before the step"
+            text = f"rank {rank}'s update in step {step + 1} differs from the same update, recomputed from a copy of the state"
             self._accuse(StateCorrupt(**self._here(step, rank), where="update"), text)
         if self.fleet.digest:
             known = self._without_scale(self._digest())
