@@ -121,7 +121,7 @@ def test_another_run_file_is_noticed() -> None:
     councils = _begun(Hub())
     for one in councils:
         one.post(_difference(3))
-    with pytest.raises(OutOfStepError, match="sent at step 3, at step 3\\) is not recorded"):
+    with pytest.raises(OutOfStepError, match=r"sent at step 3, at step 3\) is not recorded"):
         councils[0].decide(0, 0, 3, 3, members=MEMBERS)
 
 
