@@ -49,7 +49,6 @@ class CausalCore(nn.Module):
 
     @torch.compiler.disable  # which pairs there are differs from batch to batch
     def _attend_pairs(self, q: Tensor, k: Tensor, v: Tensor, segments: SegmentLengths | None, scale: float) -> Tensor:
-        """Compute attention that torch's fused kernels do not offer: sliding windows and capped scores."""
         if self.softcap is None and self.window is not None and segments is not None and self.window >= max(map(max, segments)):
             return attend_segments(q, k, v, segments, scale)  # pyright: ignore[reportCallIssue]
         here = ((0, q.shape[2]),)

@@ -177,7 +177,6 @@ def _where(mask: Tensor | None, x: Tensor) -> Tensor:
 
 
 def _work(x: Tensor) -> torch.dtype:
-    """Return the dtype of sums over many tokens: fp32 at least."""
     return torch.promote_types(x.dtype, torch.float32)
 
 

@@ -158,7 +158,6 @@ def _packed(tensor: Tensor, channels: int, rounding: Rounding, pack: Callable[[T
 
 
 def _rows(tensor: Tensor, channels: int, rounding: Rounding) -> Tensor:
-    """Return the 8-bit form of a tensor, with one row for each run of `channels` elements."""
     return rounding.packed(tensor.detach().permute(_order(tensor)).reshape(-1, channels))
 
 

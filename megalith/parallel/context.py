@@ -178,7 +178,6 @@ class ContextCore(nn.Module):
         return _to_sequence(out, inner) if inner.size > 1 else out
 
     def _exchange_keys(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        """Compute attention of this rank's queries to the keys of all outer ranks."""
         outer, causal = self.groups.outer, self.causal
         seen = _Seen(parts(q.shape[1] * outer.size, outer.size), outer.rank, q.shape[0], batch.segments, causal.window)
         function = {"ring": _Ring, "gather": _Gather}[self.groups.method]
@@ -235,8 +234,6 @@ def _around(block: Tensor, line: Line) -> Iterator[tuple[int, Tensor]]:
 
 
 class _Ring(torch.autograd.Function):
-    """All tensors [batch, part, heads, channels]."""
-
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, line: Line, seen: _Seen, kernel: Kernel, scale: float) -> Tensor:
         (queries,) = _heads_first(q)
@@ -277,7 +274,6 @@ class _Ring(torch.autograd.Function):
 
 
 def _gather(k: Tensor, v: Tensor, line: Line) -> Iterator[Tensor]:
-    """Gather keys and values of whole sequences [batch, kv_heads, seq, channels]."""
     block = _pack(k, v)
     whole = block.new_empty(line.size * block.numel())
     dist.all_gather_into_tensor(whole, block, group=line.group)
@@ -297,8 +293,6 @@ def _scatter(of_keys: Tensor, of_values: Tensor, k: Tensor, v: Tensor, line: Lin
 
 
 class _Gather(torch.autograd.Function):
-    """All tensors [batch, part, heads, channels]."""
-
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, line: Line, seen: _Seen, kernel: Kernel, scale: float) -> Tensor:
         (queries,) = _heads_first(q)
@@ -348,7 +342,6 @@ def _heads_for_sequence(x: Tensor, line: Line) -> Tensor:
 
 
 def _sequence_for_heads(x: Tensor, line: Line) -> Tensor:
-    """The inverse."""
     outgoing = torch.stack([take(x, 1, rank=rank, ranks=line.size) for rank in range(line.size)])
     arrived = torch.empty_like(outgoing)
     dist.all_to_all_single(arrived, outgoing, group=line.group)

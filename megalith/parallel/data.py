@@ -187,7 +187,6 @@ class Weight:
         return lower
 
     def _compute_from(self, share: Tensor) -> None:
-        """Drop the master weights; the compute tensor is then gathered from `share`, in the compute format."""
         if self.mesh.size(1) == 1:
             self.compute.untyped_storage().resize_(self.bytes)
             self._moved = self.compute.detach()

@@ -38,8 +38,6 @@ class Hidden:
 
 @dataclass
 class _Flight:
-    """State that one step holds between its actions."""
-
     batches: Sequence[Batch]
     graphs: dict[Key, list[ForwardState]] = field(default_factory=dict)  # what a forward left for its backward
     rests: dict[Key, list[Rest]] = field(default_factory=dict)  # what the first half of a backward left for the second
@@ -54,8 +52,6 @@ class _Flight:
 
 @dataclass
 class _Turn:
-    """A computation in progress, and the exchange of tokens for which it waits."""
-
     name: str
     steps: Steps[None]
     work: Tokens | None
@@ -200,7 +196,6 @@ class Executor:
     # --- computation ---
 
     def _compute(self, entry: RowEntry, flight: _Flight) -> None:
-        """Run one computation, or two in turns: while one waits for tokens, the other computes."""
         for action in parts(entry):
             if work := flight.waiting.pop((_reads(action), *_key(action)), None):
                 self._mark("WAIT", partial(wait_for, work), flight)
@@ -332,7 +327,6 @@ def _reads(action: Action) -> str:
 
 
 def _target(send: Action) -> tuple[str, int, int]:
-    """Return the tensor that a send carries, under the receiver's name for it."""
     stage, microbatch = _key(send)
     carries = send.kind[-1]
     return carries, stage + 1 if carries == "F" else stage - 1, microbatch

@@ -262,7 +262,6 @@ class AllToAllDispatcher:
         return sent.tolist(), rest.view(parts, ranks, -1).tolist()
 
     def _even_traffic(self, even: EvenRouting) -> tuple[list[int], list[list[list[int]]]]:
-        """Return the same counts as `_ask`, without communication, for evenly distributed tokens."""
         of = {
             place: even.counts(
                 spans_of(even.seq, context=place[0], contexts=self._contexts, share=place[1], shares=self._tensors)

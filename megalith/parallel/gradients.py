@@ -62,7 +62,6 @@ def counted(parameters: Mapping[str, nn.Parameter], shares: SharedParameters, gr
 
 
 def _first_holder(parameter: nn.Parameter) -> bool:
-    """True if this rank is the first of the ranks that hold the same share."""
     kept = parameter
     assert isinstance(kept, DTensor)
     place = kept.device_mesh.get_coordinate()

@@ -145,7 +145,6 @@ def _exchange(backend: Any, arriving: Tensor, leaving: Tensor, timeout: int) -> 
 
 
 def _options(options: Any, timeout: int, async_op: bool = True) -> Any:
-    """Set the options of a collective as torch's own kernel does. `timeout` -1: the group's time-out applies."""
     if timeout >= 0:
         options.timeout = timedelta(milliseconds=timeout)
     options.asyncOp = async_op

@@ -162,8 +162,6 @@ class _Leave(torch.autograd.Function):
 
 
 class _Given(nn.Module):
-    """Returns the product of a first layer, which `_Enter` has already computed."""
-
     def __init__(self, recipe: Multiply, made: dict[int, Tensor], number: int) -> None:
         super().__init__()
         self.recipe, self.made, self.number = recipe, made, number

@@ -215,7 +215,6 @@ class Runner:
                 bucket.forget()
 
     def _enter(self, number: int, then: int | None) -> None:
-        """Wait for the weights of part `number`, and begin to gather the weights of part `then`."""
         for bucket in self.buckets[number]:
             bucket.gather()
         if then is not None and 0 <= then < len(self.parts):
@@ -223,7 +222,6 @@ class Runner:
                 bucket.start()
 
     def _leave(self, number: int, then: int | None) -> None:
-        """With ZeRO 3, drop the weights of part `number`, except those that part `then` uses too."""
         if self.zero == 3:
             kept = self.buckets[then] if then is not None and 0 <= then < len(self.parts) else ()
             for bucket in self.buckets[number]:
@@ -305,7 +303,6 @@ class Runner:
         return last.left
 
     def _before(self, number: int, kept: list[ForwardState]) -> int:
-        """Return the part whose weights backward needs after part `number`. `kept`: the state of the remaining parts."""
         return kept[-1].left.parts.start if kept and isinstance(kept[-1].left, Segment) else number - 1
 
     def backward(self, kept: list[ForwardState], grad: Tensor | None, *, reduce: bool) -> Steps[Tensor | None]:

@@ -122,7 +122,6 @@ def _run_again(block: nn.Module, name: str) -> None:
 
 
 def _activating(block: nn.Module, name: str) -> Iterator[Multiply]:
-    """Yield the recipes (`multiply`) that compute the activations of part `name`, one of FORMED."""
     for module in block.get_submodule("mlp").modules():
         owner = module.down if isinstance(module, Mlp) else module
         if isinstance(module, FORMED[name]) and isinstance(owner.multiply, Multiply):

@@ -43,8 +43,6 @@ class _Remade:
 
 
 class _Again(NamedTuple):
-    """The result of a recomputation: the inputs as leaves of a graph, and the outputs."""
-
     inputs: tuple[Tensor, ...]
     outs: tuple[Tensor, ...]
 

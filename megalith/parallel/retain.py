@@ -67,7 +67,6 @@ class _Memory:
             self._coming, self._copy = self._copy.fetch(), None
 
     def whole(self) -> Tensor:
-        """Return the memory on the device."""
         if self._here is None:
             self.fetch()
             assert self._coming is not None

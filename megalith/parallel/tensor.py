@@ -346,7 +346,6 @@ def split_own(module: nn.Module, declared: OwnModule, split: Split) -> None:
 
 
 def _portion(ranks: int, _: nn.Module, args: tuple[object, ...], out: Tensor) -> Tensor:
-    """Divide a module's output by the number of ranks, so that the sum over the ranks is the output. A forward hook."""
     return out / ranks
 
 

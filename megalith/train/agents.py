@@ -173,7 +173,6 @@ class _Strangers:
         self._store, self._told, self._next = store, 0, time.monotonic()
 
     def report(self, *, last: bool = False) -> None:
-        """Ask the store for its counts every STRANGERS_SECONDS, and at the end. Raises StoreGone."""
         if time.monotonic() < self._next and not last:
             return
         self._next = time.monotonic() + STRANGERS_SECONDS
@@ -188,7 +187,6 @@ class _OwnAgent:
     """The agent of the machine that directs a run. No engine starts this agent, so the directing process restarts a killed one."""
 
     def __init__(self, host: Host, meeting: str) -> None:
-        """Fork the agent. The calling process must have only one thread."""
         self._meeting = meeting
         self._forked = os.fork()
         if self._forked == 0:
@@ -213,7 +211,6 @@ class _OwnAgent:
         return os.waitstatus_to_exitcode(status) if process else None
 
     def end(self) -> None:
-        """Wait a limited time for the agent, then kill it."""
         end = time.monotonic() + LEAVE_SECONDS
         while self._code is None and self._look() is None:
             if time.monotonic() >= end:

@@ -147,7 +147,6 @@ def known_after(decision: Decision, vitals: Vitals, *, stability: StabilitySpec,
 
 
 def _overflow(vitals: Vitals, loss_scale: LossScaleSpec) -> Skip | None:
-    """After an overflow, return a skip with a smaller loss scale; None if there was no overflow, or the scale is at its minimum."""
     after = vitals.scale.overflowed(loss_scale) if vitals.overflowed and vitals.scale is not None else None
     return None if after is None else Skip(f"the gradients overflowed at loss scale {vitals.gradient_scale:,.0f}", scale=after)
 
@@ -184,7 +183,6 @@ def _spike(
 
 
 def _jumped(vitals: Vitals, history: History) -> int | None:
-    """Return the step in which the learning rate jumped up shortly before the spike; None if it did not jump."""
     jump = history.jump(vitals.step, vitals.lr)
     return jump.step if jump is not None and jump.size > 0 else None
 

@@ -245,7 +245,6 @@ class StateGuard:
         }
 
     def _accuse(self, observation: Observation, text: str) -> None:
-        """Report an observation of which only this rank knows, and raise Reported."""
         self.report(observation)
         raise Reported(text)
 

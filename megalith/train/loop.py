@@ -66,8 +66,6 @@ def stepper_of(
 
 @dataclass(frozen=True)
 class _Timed:
-    """The seconds that a step took on this rank: for reading its data, and in total."""
-
     read: float
     whole: float
 
@@ -221,7 +219,6 @@ class Loop:
         return history.began >= 0 and "rewind" in stability.answers and len(history.rewinds) < stability.rewinds
 
     def _one_step(self, stop: bool) -> bool:
-        """Train one step; return True if all ranks must stop now."""
         if self.sites is not None:
             self._turn = self.sites.deal(self.step)
             if self._turn.share is None:
@@ -303,7 +300,6 @@ class Loop:
         return (step - self._first) % SPANS_EVERY == 1
 
     def _learn(self, settled: list[StepResult]) -> bool:
-        """Log steps whose outcome is now known; return True if all ranks must stop."""
         for done in settled:
             timed = self._newest = self._timed.pop(done.step)
             if self.trainer.device.type != "cpu":
@@ -365,7 +361,6 @@ class Loop:
         )
 
     def _noise_of(self, done: StepResult) -> dict[str, float]:
-        """Return the gradient noise of a step for its event; empty if the plan does not allow an estimate."""
         if done.noise is None or (self.sites and self.sites.step_hooks):  # gradients of all sites, besides those of this site
             return {}
         signal, noise = (SMOOTHED * old + (1 - SMOOTHED) * new for old, new in zip(self._noise, done.noise, strict=True))
@@ -376,7 +371,6 @@ class Loop:
         return {**done.noise._asdict(), **scale}
 
     def _draw(self, done: StepResult) -> None:
-        """Log the times of the actions on the ranks of the first pipeline, and the times of garbage collections on all ranks."""
         groups = self.trainer.groups
         here = groups.coordinates
         mine = [(here["pipeline"], *span) for span in done.spans] if here["data"] == here["tensor"] == 0 else []

@@ -39,7 +39,6 @@ class _Received:
         """This rank's saved moments, by saved slot, this run's slot, and parameter."""
 
     def wanted(self, meta: Mapping[str, Any]) -> State:
-        """Return the tensors into which a checkpoint with this `meta` must be loaded."""
         state, treated = self.trainer.state, self.trainer.rule.treated
         saved = RunSpec.model_validate(meta["spec"]).optimizer
         found, self.scratch = state.laid(), {}

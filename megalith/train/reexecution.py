@@ -107,7 +107,6 @@ class GradientVerifier:
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """Run a computation inside the `with` block without lasting effects."""
         probe = self.probe
         kept = probe.digests, probe._sums, probe._before, probe._words
         probe.clear()
@@ -232,12 +231,10 @@ class UpdateVerifier:
         return int(theirs) % (1 << 64)
 
     def _weights(self) -> list[Entry]:
-        """Return the entries of the weights, without buffers, in the copy whose update this rank repeats."""
         parameters = {f"weights.{name}" for name in model_parameters(self.trainer.model)}
         return [entry for entry in self.memory.kept_layout.entries if entry.name in parameters]
 
     def _again(self, state: dict[str, Tensor], step: int) -> int:
-        """Repeat the update on a copy of the state; return the digest of the result."""
         assert self._grads is not None
         parts: list[Part] = []
         entries, offset, place = self._weights(), 0, self.trainer.spec.plan.state

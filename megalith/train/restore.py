@@ -251,8 +251,6 @@ def _from_store(
 
 
 def _from_branch(trainer: Trainer, stream: Stream, group: dist.ProcessGroup | None, warn: Callable[[str], None]) -> Position:
-    """Load the whole state of the run from which this run branches. Raises OtherRunError for a checkpoint that does not match the run
-    file."""
     branch = trainer.run.branch
     assert branch is not None
 

@@ -203,8 +203,6 @@ def _epoch(world: dist.ProcessGroup) -> int:
 
 
 def _warner(log: EventLog | None) -> Callable[[str], None]:
-    """Return a function that writes a warning to this rank's output and, if the rank has an event log, to the log."""
-
     def warn(message: str) -> None:
         if log:
             log.write(Problem("warning", message))
@@ -393,7 +391,6 @@ def join(place: Place, *, launch: LaunchSpec, device: torch.device) -> dist.Proc
 
 
 def _generation(place: Place, store: dist.Store, *, seconds: float) -> str:
-    """Agree with the other ranks on a name for this start, because the launcher gives none."""
     meeting = dist.PrefixStore("meeting", store)
     return rendezvous.agree(meeting, secrets.token_hex(8), rank=place.rank, world=place.world, seconds=seconds)
 

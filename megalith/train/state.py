@@ -72,7 +72,6 @@ class State:
             self.scaling[SCALE] = torch.tensor(scale, dtype=torch.float32, device=device)
 
     def _first(self, slot: Slot, name: str) -> Tensor:
-        """Return the initial content of a parameter's slot on the device."""
         if slot == MASTER:
             return self._shares[name]
         if name in self._halved and slot in LOWER.values():
@@ -117,7 +116,6 @@ class State:
         return Part(name, share, gradient, {key: held for key, held in kept.items() if isinstance(held, Tensor)})
 
     def _upper(self, name: str, share: Tensor) -> Tensor:
-        """Return the share of the weights that an update changes: if master weights are in two halves, the upper half."""
         moved = self._halved[name].moved if name in self._halved else None
         return share if moved is None else moved
 
@@ -285,7 +283,6 @@ def _bytes(share: Tensor | StreamedShare) -> int:
 
 
 def _zeros(slot: Slot, share: Tensor) -> Tensor:
-    """Return a slot's share before the first update: zeros, in the memory layout of the parameter's share."""
     if slot.dropped(share.dim()) is None and not slot.block:
         return torch.zeros_like(share, dtype=DTYPE[slot.number])
     return share.new_zeros(slot.shape_of(share.shape), dtype=DTYPE[slot.number])

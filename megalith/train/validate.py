@@ -44,7 +44,6 @@ class Validator:
         }
 
     def _domain(self, samples: range) -> tuple[float, int]:
-        """Return the mean loss over the held-out targets of a domain, and the number of these targets."""
         trainer = self.trainer
         batch = trainer.spec.plan.microbatch * trainer.spec.plan.data * self.microbatches
         spec = trainer.spec.model_copy(update={"train": trainer.spec.train.model_copy(update={"global_batch": batch})})

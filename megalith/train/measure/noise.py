@@ -57,7 +57,6 @@ def noise_of(spec: RunSpec, *, small: float, large: float) -> Noise | None:
 
 
 def _counts(weight: Weight, groups: Groups) -> bool:
-    """True if this rank counts the gradient: tensor ranks that hold the same gradient count it once, on the first of them."""
     (split,) = weight.master.placements[2:]  # pyright: ignore[reportAttributeAccessIssue]
     return not isinstance(split, Replicate) or groups.coordinates["tensor"] == 0
 

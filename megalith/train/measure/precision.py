@@ -129,7 +129,6 @@ class PrecisionWatch:
         return found
 
     def _found(self, mine: GradientComparison) -> dict[str, PartError]:
-        """Return the rounding errors of each part, over all ranks."""
         trainer, parts = self.trainer, self.trainer.model.part_names
         here = {recipe.part for recipe in trainer.narrow()} - trainer.raised
         table = torch.zeros(len(parts), 6, dtype=torch.float64, device=trainer.device)

@@ -70,7 +70,6 @@ class Layout:
         return [slice(start, end) for start, end in pairwise(ends)]
 
     def _header(self) -> bytes:
-        """Return the header of the safetensors file, padded with spaces so that the first chunk begins at a page boundary."""
         fields, end = dict[str, Any](), 0
         for chunk, sizes in enumerate(self.segments):
             for segment, size in enumerate(sizes):
@@ -183,7 +182,6 @@ def move_all(call: Callable[..., int], file: int, octets: "np.ndarray[Any, Any]"
 
 
 def _new(path: Path, header: bytes) -> int:
-    """Open a new file and write its header. I/O bypasses the page cache if possible."""
     page = memory_of(len(header)).numpy()
     page[:] = np.frombuffer(header, dtype=np.uint8)
     try:

@@ -16,8 +16,6 @@ BUFFERS = 3
 
 
 class _Moving(NamedTuple):
-    """A chunk in transfer between its buffer and its file."""
-
     chunk: int
     buffer: Tensor
     done: "Future[None]"
@@ -72,6 +70,5 @@ class Stream:
 
 
 def _finished(moving: _Moving) -> Tensor:
-    """Wait for a transfer, and return its buffer. Raises the transfer's error if it failed."""
     moving.done.result()
     return moving.buffer

@@ -69,7 +69,6 @@ class Adafactor:
             part.weight.add_(direction.mul_(factor[..., None, None] if direction.dim() >= 2 else factor), alpha=-rate)
 
     def _seen(self, parts: Sequence[Part], fresh: float) -> dict[str, _Seen]:
-        """Compute the statistics for the denominators of all parts, with one all-reduce."""
         sums = [each for part in opened(parts) for each in self._partial(part)]
         totals = iter(self.whole.add_up(sums))
         found = {}

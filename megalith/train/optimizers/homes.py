@@ -118,7 +118,6 @@ class _View:
         return self._at[self.everyone[rank][1:]]
 
     def holders(self, name: str, whole: GlobalTensors) -> dict[Item, dict[int, Box]]:
-        """Return, for each matrix of a parameter, the part that each rank holds."""
         parameter, found = whole.held[name], dict[Item, dict[int, Box]]()
         for rank, stand in self.ranks.items():
             part = box_of(name, parameter, stand) if isinstance(parameter, DTensor) else None
@@ -185,7 +184,6 @@ class MatrixExchange:
         return share if item.expert is None else share[item.expert - self.whole.cuts[item.name].offset[0]]
 
     def _all_to_all(self, pieces: list[list[Tensor]], sizes: list[int], like: Tensor) -> Callable[[], Sequence[Tensor]]:
-        """Start to send each rank its pieces; return a function that waits and returns the pieces received from each rank."""
         sent = torch.cat([like.new_empty(0), *(piece.reshape(-1) for row in pieces for piece in row)])
         leaving = [sum(piece.numel() for piece in row) for row in pieces]
         if not self.exchanges:

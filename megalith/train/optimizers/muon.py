@@ -71,7 +71,6 @@ class Muon:
         return matrix
 
     def _step(self, part: Part, direction: Tensor, lr: float) -> None:
-        """Update a share of the weights with `direction`, the same share of the orthogonal factor."""
         part.weight.mul_(1 - lr * part.weight_decay)
         cut, matrices = self.whole.cuts[part.name], self._matrices(part.name)
         columns = cut.shape[-1]

@@ -150,8 +150,6 @@ def _try_cuts(module: nn.Module, declared: OwnModule, x: Tensor, batch: Batch, c
 
 
 class _Trial(Split):
-    """One of two simulated tensor-parallel ranks, whose results the caller adds up."""
-
     def enter(self, x: Tensor) -> Tensor:
         return x
 
@@ -168,7 +166,6 @@ class _Alone(nn.Module):
 
 
 def _in_halves(module: nn.Module, x: Tensor, positions: Tensor, stage: Stage, call: Call) -> Tensor:
-    """Compute the part's results for the two halves of each sequence separately, and join them."""
     halves = zip(x.split(HALF, 1), positions.split(HALF, 1), strict=True)
     return torch.cat([call(module, part, stage.prepare(Batch(at, positions=at))) for part, at in halves], dim=1)
 

@@ -56,8 +56,6 @@ def try_rule(kind: str, spec: OptimizerSpec, *, away: bool = False) -> None:
 
 
 class _Pieces:
-    """A home that yields a share and its slots in two flat pieces, or whole."""
-
     masters = True
 
     def __init__(self, weight: Tensor, slots: Mapping[str, Tensor], *, whole: bool) -> None:

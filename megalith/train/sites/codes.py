@@ -50,7 +50,6 @@ def decode(encoded: Tensor, numel: int, bits: int) -> Tensor:
 
 
 def _blocks(values: Tensor) -> Tensor:
-    """Reshape values [n] to [blocks, BLOCK], padded with zeros."""
     blocks = torch.zeros(-(-values.numel() // BLOCK), BLOCK)
     blocks.view(-1)[: values.numel()] = values
     return blocks

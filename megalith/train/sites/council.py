@@ -212,7 +212,6 @@ class Council(SiteMessenger):
         return sum(1 for _ in takewhile(bool, there))
 
     def _judged(self, merge: Pending) -> Verdict | None:
-        """Return the verdict about a merge; None if it is too early to decide."""
         (number, fragment, sent, step, members, _, got, waited), due = merge[:8], merge.due
         awaited = merge.stale if self.quorum(got) else due - got
         may_come = {site for site in awaited if self._roll.takes_part(site)}
@@ -238,7 +237,6 @@ class Council(SiteMessenger):
         return Verdict(number, fragment, sent, step, *sets, count=self.spec.count, stop=stop, steps=steps)
 
     def _is_near(self, site: int, waited: float) -> bool:
-        """True if a site is connected, or if its grace period to reconnect is not over."""
         assert self._wire is not None
         return waited < self.pace.grace or self._wire.connected(site)
 
@@ -314,7 +312,6 @@ class Council(SiteMessenger):
         return self._wire is None or self._agreed(Pending(number, 0, step, step, members, mark), self._ended, seconds)
 
     def _ended(self, merge: Pending) -> bool | None:
-        """Return True if this site may exit, False if another site asks for the weights, else None."""
         if self._leaving.own is None:
             self._leaving.own = End(self.line, merge.mark)
             self._post(self._leaving.own)

@@ -126,7 +126,6 @@ class Sites:
         return reply.step
 
     def _send_ready(self) -> None:
-        """If this site does not train yet, announce that it is ready to train."""
         if not self._trains and self._council is not None:
             self._council.send_ready()
 
@@ -142,7 +141,6 @@ class Sites:
         return found
 
     def _tell(self, value: T) -> T:
-        """Return the leading rank's value on every rank of the site."""
         return self._ranks.broadcast(value) if self._wholes.size > 1 else value
 
     # --- steps ---
@@ -212,7 +210,6 @@ class Sites:
             self._wait_for(lambda council: council.close(WAIT_SECONDS) or None)
 
     def _arriving(self, step: int) -> list[int]:
-        """Return the fragments whose sent weight differences are merged after `step` steps."""
         return [
             number
             for number, sent in enumerate(self.state.sent.tolist())
@@ -374,7 +371,6 @@ class Sites:
         handover.send_weights(self.fragments, state, self._wholes, self._council, sites=asking)
 
     def _decoded(self, fragment: Fragment, encoded: Tensor) -> dict[str, Tensor]:
-        """Decode a fragment's message; return this rank's box of each tensor, fp32 on the CPU."""
         found, at = {}, 0
         for piece in fragment.pieces:
             if piece.name in self.state.names:

@@ -135,7 +135,6 @@ class SiteMessenger:
             self._wire.send(message.pack(), to)
 
     def _receive(self, seconds: float) -> None:
-        """Process the messages that have arrived; if there are none, wait up to `seconds` for one."""
         self._beat()
         if self._wire is None:
             return

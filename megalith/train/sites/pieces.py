@@ -53,7 +53,6 @@ def _largest(sizes: Tensor, count: int) -> Tensor:
 
 
 def _pack(places: Tensor, numel: int) -> Tensor:
-    """Encode sorted indices `places` below `numel` as uint8 [places_bytes(numel, count)]."""
     count, low = len(places), low_bits(numel, len(places))
     bits = torch.zeros(places_bits(numel, count), dtype=torch.uint8)
     bits[: count * low] = (places[:, None] >> torch.arange(low) & 1).flatten().to(torch.uint8)

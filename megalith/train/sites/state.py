@@ -141,5 +141,4 @@ class OuterState:
 
 
 def _renamed(share: Tensor | OffDeviceShare, key: str) -> Tensor | OffDeviceShare:
-    """Return the same share with another key in the checkpoint."""
     return share if isinstance(share, Tensor) else replace(share, held=replace(share.held, key=key))

@@ -128,7 +128,6 @@ class AllSitesCouncil(Council):
         return super().gather(verdict, seconds)
 
     def _begun(self, start: Start, decider: int) -> Beginning:
-        """Begin from the checkpoint in `start`. Raises NoCheckpointError if this site lacks it."""
         if start.cut is not None and start.cut not in self._cuts:
             raise NoCheckpointError(
                 f"{self.spec.named(self.site)} has no checkpoint of step {start.cut.step}, from which the other sites begin, but with data "
@@ -149,7 +148,6 @@ class AllSitesCouncil(Council):
         return super()._ended(merge)
 
     def _judged(self, merge: Pending) -> Verdict | None:
-        """Return the verdict once the gradients of all sites have arrived."""
         number, fragment, sent, step = merge[:4]
         missing = merge.due - merge.got
         if lost := {site for site in missing if merge.waited >= self._patience or not self._roll.takes_part(site)}:

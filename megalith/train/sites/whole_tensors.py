@@ -15,8 +15,6 @@ from megalith.spec.sites import Fragment
 
 @dataclass(frozen=True)
 class _Box:
-    """A rank's box of a whole tensor, and the number of this rank in its site."""
-
     held: HeldShare
     rank: int
 

@@ -64,7 +64,6 @@ class AdaptiveClip:
         self.usual.copy_(self._next)
 
     def _norms(self) -> Tensor:
-        """Return the norm of each parameter's whole gradient, fp64, on every rank, with one all-reduce."""
         grads = {name: grad for name in self._counted if (grad := self.parameters[name].grad) is not None}
         squares = torch.zeros(len(self._place), dtype=torch.float64, device=self.usual.device)
         if grads:

@@ -57,7 +57,6 @@ class HeadClip:
 
     @torch.compiler.disable  # it is not part of the model, since its changes would make a compiled block compile again
     def _see(self, longest: Tensor, first: int, x: Tensor, factor: float) -> None:
-        """Update the largest norms with those of x [batch, seq, heads, channels], whose first head has the index `first`."""
         found = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.float32).amax((0, 1)) * factor
         here = longest[first : first + len(found)]
         here.copy_(torch.maximum(here, found))
@@ -103,7 +102,6 @@ class HeadClip:
                 part.weight.view(-1).mul_(rows[numbers // prod(cut.sizes[1:])])
 
     def _of_rows(self, number: int, layer: Heads, name: str) -> Tensor:
-        """Return the factor by which each row of a whole parameter is multiplied."""
         runs = layer.rows[name].runs
         powers = torch.tensor([power for rows, power in runs for _ in range(rows)], dtype=torch.float64)
         heads = self.factors[number, : layer.queries].double().cpu()

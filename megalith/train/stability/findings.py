@@ -130,7 +130,6 @@ class Findings:
         return f"in step {one.step + 1} {what} rose to {one.now:.3g}, from at most {one.was:.3g} in earlier measurements"
 
     def _part(self) -> str:
-        """Describe the part of the model in which the damage shows first."""
         if self.moved is None:
             return "no part's largest output grew, so the damage shows first in the head"
         return f"{self.moved.part} is the first part whose largest output grew, from {self.moved.was:.3g} to {self.moved.now:.3g}"

@@ -307,7 +307,6 @@ class Healer:
 
 
 def _rise(before: float, after: float) -> float:
-    """Return the logarithm of after / before; infinity if `after` is not finite."""
     if not math.isfinite(after):
         return math.inf
     return math.log(max(after, 1e-300) / max(before, 1e-300))
