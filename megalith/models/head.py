@@ -86,7 +86,7 @@ class MtpModule(nn.Module):
         self.norm = norm(dim, spec.block.norm)
 
     def forward(self, hidden: Float[Tensor, "batch seq dim"], tokens: Tensor, batch: Batch) -> Float[Tensor, "batch seq dim"]:
-        """`hidden` and the result are normalised, as the output projection needs its input. `tokens` [batch, seq]: the later token for each
+        """`hidden` and the result are normalised, as the output projection needs its input. `tokens` [batch, seq]: the later token of each
         position."""
         embedded = self.norm_embedding(self.embedding(tokens, batch))
         x = torch.cat((embedded, self.norm_hidden(hidden)), dim=-1)  # in the order of the released weights

@@ -91,8 +91,8 @@ RATES: dict[str, Callable[[Tensor], Tensor]] = {
     "step": _step,
     "skip": torch.ones_like,
 }
-"""Functions from numbers drawn evenly from [0, 1) to the first values of `Rates`, as in mamba_ssm/modules/mamba2.py: decay rates between 1
-and 16, and `skip` = 1, so that the whole input also bypasses the state."""
+"""Functions that turn random numbers from [0, 1) into the first values of `Rates`, as in mamba_ssm/modules/mamba2.py: decay rates lie
+between 1 and 16, and `skip` is 1, so that the whole input also bypasses the state."""
 
 
 def _uniform(like: Tensor, name: str, *, seed: int) -> Tensor:

@@ -19,7 +19,7 @@ class LatentAttention(nn.Module):
 
     A head's query and key have `nope_dim` channels without rotation, followed by `rope_dim` rotated ones; all heads share the rotated part
     of the key. The code infers the number of heads (-1), so a rank with a share of the heads runs the same code. Tensor parallelism does
-    not split the projections down to the latents (`q_down`, `kv_down`) and their norms: every rank has them whole.
+    not split the projections down to the latent vectors (`q_down`, `kv_down`) and the norms.
     """
 
     def __init__(self, dim: int, spec: LatentAttentionSpec, rope_slot: int = 0) -> None:

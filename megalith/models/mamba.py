@@ -154,8 +154,8 @@ def ssd(
 
 
 def _pass_on(states: Tensor, kept: Tensor) -> Tensor:
-    """Return the initial state of each chunk, from the earlier chunks' own `states` [batch chunks groups heads channels state] and the
-    decay over each chunk, `kept` [batch chunks groups heads]: state = state * kept + states, chunk by chunk."""
+    """Return the initial state of each chunk. After each chunk, the state is multiplied by `kept` [batch chunks groups heads], and the
+    chunk's own `states` [batch chunks groups heads channels state] are added."""
     held, found = torch.zeros_like(states[:, 0]), []
     for number in range(states.shape[1]):
         found.append(held)

@@ -67,7 +67,7 @@ class LocalRows:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Row counts of one microbatch's dispatch: `rows` is the number of rows that this rank sends, `sizes` the number of received rows for
+    """Row counts of one microbatch's dispatch. `rows`: the number of rows that this rank sends; `sizes`: the number of received rows for
     each expert."""
 
     rows: int
@@ -86,8 +86,8 @@ class TokenDispatcher(Protocol):
         ...
 
     def plan(self, counts: Tensor, kept: int | None, even: EvenRouting | None) -> Traffic:
-        """Plan the exchange. `counts` [experts]: the number of rows to send to each expert; `kept`: their sum, if the host knows it;
-        `even`: set if tokens are distributed evenly, so that all counts are known without communication."""
+        """Plan the exchange. `counts` [experts]: the number of rows to send to each expert; `kept`: the sum of `counts`, if the host knows
+        it; `even`: given if tokens are distributed evenly, so that all counts are known without communication."""
         ...
 
     def dispatch(self, rows: Tensor, traffic: Traffic) -> Tensor:
@@ -208,10 +208,10 @@ class Destinations:
 class Moe(nn.Module):
     """The weighted sum of each token's `active` experts, plus a shared expert if the model has one. A token skips an expert that is full.
 
-    An executor may run each step of `forward` in an autograd graph of its own, and do other work while rows are in flight. The steps are,
-    in this order: `route`, `enter`, `plan_dispatch`, `start_dispatch`, `run` (the experts), `dispatcher.start_combine`, `leave`.
-    `shared_expert` may run at any time. Backward begins with `start_combine_backward`. The backward of a combine is a dispatch, and vice
-    versa.
+    An executor may run each step of `forward` in an autograd graph of its own, and do other work while rows are in flight. The steps of
+    `forward` are, in order, `route`, `enter`, `plan_dispatch`, `start_dispatch`, `run` (the experts), `dispatcher.start_combine`, and
+    `leave`; `shared_expert` may run at any time. Backward begins with `start_combine_backward`. The backward of a combine is a dispatch,
+    and vice versa.
     """
 
     def __init__(self, dim: int, spec: MoeSpec) -> None:
@@ -304,9 +304,8 @@ class Moe(nn.Module):
         )
 
     def finish_combine(self, rows: Tensor, destinations: Destinations) -> Tensor:
-        """Return, for each token, the weighted sum [batch, seq, dim] of the experts' results that came back. If `start_combine_backward`
-        sends gradients in 8 bits, backward rounds each token's gradient here, so that all experts of the token get the same rounded
-        gradient."""
+        """Return, for each token, the weighted sum [batch, seq, dim] of the experts' results that came back. If gradients are dispatched in
+        8 bits, backward rounds a token's gradient before, so that all experts of the token get the same gradient."""
         tokens, scaling = (
             self.unpermute(rows, destinations.weights, destinations.order),
             self.experts.multiply.gradients_dispatched_as,

@@ -71,7 +71,7 @@ def declaration(module: nn.Module) -> OwnModule | None:
 
 
 def mixes_in_core(attention: nn.Module) -> bool:
-    """True if tokens see each other only through `attention.core`, so that another core may replace it. This holds for Megalith's own
-    attention and for a user's own part that declares `core`."""
+    """True if tokens see each other only through `attention.core`, so that another core may replace it, as in Megalith's own attention and
+    in a user's own part that declares `core`."""
     found = declaration(attention)
     return found is None or PARTS[found.name].core

@@ -33,8 +33,9 @@ def _stretched(plain: Tensor, scaling: RopeScaling) -> Tensor:
 
 def _interpolated(plain: Tensor, theta: float, scaling: YarnScaling) -> Tensor:
     """YaRN (arXiv:2309.00071, section 3.2): the frequencies of channel pairs that make more than `beta_fast` turns within the original
-    context do not change, and those of pairs with fewer than `beta_slow` turns are divided by `factor`. From one limit to the other, the
-    two frequencies are mixed linearly by pair number. Both limits are rounded outwards to whole pair numbers, as in the released code."""
+    context do not change, and those of pairs with fewer than `beta_slow` turns are divided by `factor`. Between the two limits, the
+    original and the divided frequency are mixed linearly by pair number. The limits are rounded outwards to whole pair numbers, as in the
+    released code."""
     channels = 2 * len(plain)
 
     def pair(turns: float) -> float:

@@ -17,7 +17,7 @@ from megalith.spec.model import RouterSpec
 
 @dataclass(frozen=True)
 class Routing:
-    """The experts of the tokens [batch, seq]: `active` experts for each token, best first."""
+    """The `active` experts of each token of [batch, seq], best first."""
 
     choices: Tensor  # [batch, seq, active], numbers of experts
     weights: Tensor  # [batch, seq, active], fp32, differentiable; carries the balance losses
@@ -202,9 +202,9 @@ class Router(nn.Module):
 
         Balance loss: weight * Σ_e f_e P_e, where f_e = experts / (active * tokens) * the number of choices of expert e in the set, and P_e
         is the mean of e's score over the set's tokens, with each token's scores normalised to sum to 1. With even loads, the balance loss
-        equals `weight`. With one active expert, it is Switch's alpha * N Σ f P (equations 4 to 6); with sequences as sets, it is
-        DeepSeek-V3's (equations 17 to 20). f has no gradient and P is a sum over tokens, so each token adds its own part. z-loss: weight *
-        mean of logsumexp(logits)² (ST-MoE, arXiv:2202.08906, equation 5).
+        equals `weight`. With one active expert, the balance loss is Switch's alpha * N Σ f P (equations 4 to 6); with sequences as sets, it
+        is DeepSeek-V3's (equations 17 to 20). f has no gradient and P is a sum over tokens, so each token adds its own part. z-loss: weight
+        * mean of logsumexp(logits)² (ST-MoE, arXiv:2202.08906, equation 5).
         """
         tokens = batch.sequences * scores.shape[1] * sets.sequence_ranks  # of the global batch
         terms: list[Tensor] = []
@@ -231,7 +231,7 @@ class Router(nn.Module):
         return counts.scatter_add_(1, choices, torch.ones_like(choices))
 
     def _counted(self, choices: Tensor, kept: Tensor | None) -> Tensor:
-        """Return the counts of these tokens' choices, in the form of `Router.counts`: one per expert, and then the dropped ones."""
+        """Return the number of choices of each expert, and then the number of dropped choices, in the form of `Router.counts`."""
         dropped = choices.new_zeros(1) if kept is None else (~kept).sum().view(1)
         return torch.cat((self._count(choices.flatten().unsqueeze(0))[0], dropped))
 
@@ -286,8 +286,8 @@ def earlier(choices: Tensor) -> Tensor:
 
 
 def _best(values: Tensor, count: int, margins: list[Tensor] | None) -> Tensor:
-    """Return the indices of the `count` largest values, largest first; of equal values, the one with the lowest index comes first, on every
-    device. Append to `margins` the difference between the last chosen value and the largest value left out."""
+    """Return the indices of the `count` largest values, largest first; of equal values, the one with the lowest index comes first. Append
+    to `margins` the difference between the last chosen value and the largest value left out."""
     ordered, numbers = values.sort(stable=True, dim=-1, descending=True)
     if margins is not None:
         left = count < values.shape[-1]

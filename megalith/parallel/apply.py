@@ -55,8 +55,7 @@ class Builder:
     ) -> None:
         """`seed` None: weights stay unset until a checkpoint is loaded. `choices`: options of the low-precision recipes. `gradients`: the
         number format in which gradients are added up. `aside`: moves master weights off the device during building, so that the device
-        never holds those of all parts. `tiers`: the places outside the device for the tensors that blocks keep for backward
-        (`plan.retain`)."""
+        never holds all of them. `tiers`: the places outside the device for the tensors that blocks keep for backward (`plan.retain`)."""
         self.spec, self.plan, self.groups, self.device, self.seed = spec, plan, groups, device, seed
         self.choices = settled(choices or PrecisionSpec(), precision)
         self.dtypes, self.products = Dtypes.of(precision, gradients=gradients), recipe_of(self.choices, precision)

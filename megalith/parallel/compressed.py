@@ -42,8 +42,7 @@ class Rounding(Protocol):
 
 
 def compress(block: nn.Module, actions: Mapping[str, Action], rounding: Rounding) -> None:
-    """Make a block save tensors in 8 bits for each part whose action is "compress". Must be called before other actions wrap these
-    parts."""
+    """Make a block save tensors in 8 bits for each part whose action is "compress". Call `compress` before other actions wrap the parts."""
     if "compress" not in actions.values():
         return
     for name in NORMS:

@@ -321,8 +321,8 @@ class _Gather(torch.autograd.Function):
 
 
 def heads_for_each(ranks: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return k and v. Their heads are repeated if `ranks` does not divide their number. Raises ValueError if `ranks` does not divide the
-    heads of q."""
+    """Return k and v, with repeated heads if `ranks` does not divide their number. Raises ValueError if `ranks` does not divide the heads
+    of q."""
     heads, kv_heads = q.shape[2], k.shape[2]
     if heads % ranks:
         raise ValueError(

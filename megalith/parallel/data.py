@@ -78,8 +78,8 @@ class Weight:
     def __init__(
         self, compute: nn.Parameter, place: Place, dtypes: Dtypes, *, partial: bool = False, recipe: Multiply | None = None
     ) -> None:
-        """`partial`: each tensor rank computes only one term of the gradient's sum. `recipe`: the recipe of the products with this weight;
-        None: no recipe."""
+        """`partial`: the gradient on each tensor rank is only one term of a sum over these ranks. `recipe`: the recipe of the products with
+        this weight; None: no recipe."""
         self.recipe = recipe
         self.compute, self.dim, self.mesh, self.partial, self.sums = compute, place.dim, place.mesh, partial, dtypes.reduce
         shards, index = place.mesh.size(1), place.mesh.get_local_rank(1)
@@ -141,7 +141,7 @@ class Weight:
         return local(self.master).shape[self.dim]
 
     def write(self, into: Tensor) -> None:
-        """Write the share that the next gather sends to `into`."""
+        """Copy the share that the next gather sends into the tensor `into`."""
         if self.source is None:
             into.copy_(local(self.master) if self._moved is None else self._moved)
         else:
@@ -168,9 +168,8 @@ class Weight:
             self._aside = None
 
     def move_out(self, source: Source | None = None) -> Tensor:
-        """Return the master weights, in the share's shape, and keep none of them here. From then on, the compute tensor is gathered from
-        a share in its own format, or stays whole if there is only one shard. With a `source`, each gather computes the share from the
-        source."""
+        """Return the master weights, in the share's shape, and drop them here. Afterwards, the compute tensor is gathered from a share in
+        its own format, or stays whole if there is only one shard. With a `source`, each gather computes the share from the source."""
         master = local(self.master).clone(memory_format=torch.contiguous_format) if self._aside is None else self._aside()
         self._aside, self.source = None, source
         if source is None:
@@ -297,8 +296,7 @@ class Bucket:
             self._send(self._arriving)
 
     def _read(self) -> PendingGather:
-        """Begin to convert this rank's shares to the format in which they are gathered. If there is only one shard, this makes the weights
-        whole."""
+        """Begin to convert this rank's shares to the format in which they are gathered. With only one shard, the weights are then whole."""
         formats = [weight.gathered_as if self.size > 1 else None for weight in self.weights]
         arrival = PendingGather(None)
         if self.size == 1:

@@ -131,7 +131,7 @@ class Executor:
 
     def adopt(self, program: Program, hidden: Hidden) -> None:
         """Switch to another program for the same stages, for instance with more microbatches or with another activation shape. All ranks
-        call this together, between two steps, because it may create communicators."""
+        call `adopt` together, between two steps, because communicators may have to be created."""
         self.program, self.hidden = program, hidden
         self._make_lanes()
         self._last = {
@@ -256,7 +256,7 @@ class Executor:
     # --- weights ---
 
     def _reduces(self, action: Action) -> bool:
-        """True if this computation also reduces the gradients, part by part. Then a REDUCE follows it in the program."""
+        """True if this computation also reduces the gradients, part by part, because a REDUCE follows the computation in the program."""
         if self.program.schedule.mirrored is not None:  # the two ranks of a pair run their stages in opposite orders: at the end
             return False
         return self.program.zero >= 2 or self._last[action.stage] == action.microbatch

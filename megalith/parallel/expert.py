@@ -1,8 +1,9 @@
 """Expert parallelism (GShard, Lepikhin et al. 2020, arXiv:2006.16668): experts are divided among ranks, and tokens are sent to them and
 back.
 
-Every rank routes its own tokens. In an `expert` group of e ranks, rank i holds experts i E/e to (i + 1) E/e - 1 of E. The ranks of an
-`expert_tensor` group hold the same experts and split their hidden width, so each of these ranks receives the tokens of the whole group.
+Every rank routes its own tokens. In an `expert` group of e ranks, rank i of the group holds experts i E/e to (i + 1) E/e - 1 of all E
+experts. The ranks of an `expert_tensor` group hold the same experts and split their hidden width, so each of these ranks receives the
+tokens of the whole group.
 """
 
 from collections.abc import Sequence
@@ -59,8 +60,8 @@ def split_experts(moe: Moe, groups: Groups, plan: Plan) -> dict[str, Place]:
 
 
 def share_experts(experts: Experts, by_expert: tuple[int, int], by_width: tuple[int, int]) -> None:
-    """Keep only the experts of one rank, and of each expert only this rank's part of the hidden width. `by_expert` and `by_width` are pairs
-    (the rank's place, the number of ranks) along the axes `expert` and `expert_tensor`."""
+    """Keep only the experts of one rank, and only this rank's part of each expert's hidden width. `by_expert` and `by_width` are pairs (the
+    rank's place, the number of ranks) along the axes `expert` and `expert_tensor`."""
     for name, weight in list(experts.named_parameters()):
         share = weight.detach()
         for placement, (place, ranks) in zip(SPLITS[name][0], (by_expert, by_width), strict=True):

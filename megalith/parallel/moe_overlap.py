@@ -4,9 +4,9 @@ There are four graphs: attention with routing, the shared expert, the experts, a
 runs another microbatch, or at least the shared expert. Backward exchanges the gradients in the reverse order.
 
 Rows of tokens are the largest tensors, so a rank keeps only the rows that its experts received, which the gradients of the experts' weights
-need. The combined results are not kept, although the gradients of the routing weights depend on them: each routing weight is sent to the
-expert's rank with the gradient of the expert's result, and that rank computes the gradient of the routing weight and sends it back. The
-operations have the same order as in a plain backward, so the gradients have the same bits.
+need. The combined results are not kept, although the gradients of the routing weights depend on them. Instead, each routing weight is sent
+to the expert's rank, which computes the weight's gradient and sends it back. The operations have the same order as in a plain backward, so
+the gradients have the same bits.
 """
 
 from collections.abc import Callable, Sequence

@@ -286,7 +286,7 @@ class Runner:
         return graphs
 
     def fetch(self, kept: list[ForwardState]) -> None:
-        """Begin to move back saved tensors to the device: those of the last part in `kept` whose saved tensors have left it."""
+        """Of the parts in `kept` whose saved tensors have left the device, begin to move the tensors of the last one back."""
         shelf = next((each.shelf for each in reversed(kept) if each.shelf.moves), STAYS)
         shelf.fetch()
 
@@ -350,8 +350,8 @@ class Runner:
 
     def _set_aside(self, number: int) -> list[tuple[Weight, Tensor]]:
         """Handle weight gradients that the first half of a backward has already computed. With ZeRO 2 and 3, each microbatch is reduced
-        separately, so return these gradients and keep them apart until this microbatch's second half: the first half of a later microbatch
-        comes before it. Otherwise, add them up now."""
+        separately, so return these gradients, to keep them apart until this microbatch's second half: the first half of a later microbatch
+        comes before it. With ZeRO 0 and 1, add these gradients up now."""
         weights = [weight for bucket in self.buckets[number] for weight in bucket.weights]
         if self.zero < 2:
             for weight in weights:

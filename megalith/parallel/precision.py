@@ -64,9 +64,9 @@ def share_maxima(
     partial: Collection[nn.Parameter],
     groups: Groups,
 ) -> None:
-    """Tell the recipe of each split layer which outputs this rank computes, and over which ranks it takes the maximum of a tensor: over
-    tensor ranks if they hold different channels, and over context ranks if these hold different tokens. `placed`: the placement of each
-    weight on the tensor axis; `partial`: the weights of whose gradient each rank computes only one term."""
+    """Set, in the recipe of each layer, which outputs this rank computes and over which ranks the maximum of a tensor is taken: over tensor
+    ranks for channels that they split, and over context ranks for tokens. `placed`: the placement of each weight on the tensor axis;
+    `partial`: the weights of whose gradient each rank computes only one term."""
     for layer, recipe in narrow.items():
         if not isinstance(layer, Linear) or not isinstance(layer.weight, nn.Parameter):
             continue  # experts: their tokens share no scale, and `check` keeps each whole
@@ -86,8 +86,8 @@ def _first_output(layer: Linear, groups: Groups) -> int:
 
 
 def over(group: dist.ProcessGroup) -> Share:
-    """Return the function that takes the maximum over a group's ranks. It turns a NaN into an infinity, so that the scale is NaN on every
-    rank."""
+    """Return the function that takes the maximum over a group's ranks. The function turns a NaN into an infinity, so that the scale is NaN
+    on every rank."""
 
     def share(amax: Tensor) -> Tensor:
         amax = torch.nan_to_num(amax, nan=torch.inf, posinf=torch.inf)

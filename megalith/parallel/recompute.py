@@ -27,8 +27,8 @@ SEAMS = {"attend": "attend", "mlp.experts": "mlp.run", "mlp.shared": "mlp.shared
 """Parts of a block that are not exactly one module, and the method that computes each of them."""
 
 FORMED = {"mlp.activation": (Mlp, Experts), EXPERTS_ACTIVATION: (Experts,)}
-"""Parts whose recomputation runs no module again, and their modules: the result of an activation is computed again from its saved factors
-when the gradient of the next weight needs it."""
+"""Parts whose recomputation runs no module again, and their modules. Their activations are computed again from saved factors when the
+gradient of the next weight needs them."""
 
 
 class Checkpointed:
@@ -103,8 +103,8 @@ def rounding_of(choices: PrecisionSpec) -> Rounding:
 
 
 def apply_rounding(part: nn.Module, plan: Plan, choices: PrecisionSpec) -> None:
-    """Apply only those of the plan's actions that change numbers to the blocks in a part. The one process with which a plan is compared
-    uses this."""
+    """Apply only those of the plan's actions that change numbers to the blocks in a part, for the single process with which a plan is
+    compared."""
     for block in (module for module in part.modules() if isinstance(module, Block)):
         apply_actions(block, plan.rounding, rounding_of(choices))
 

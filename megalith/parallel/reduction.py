@@ -47,7 +47,7 @@ class Reducer:
         self.last: Reduction | None = None
 
     def add(self, reduction: Reduction | None) -> None:
-        """Add a reduction that has started. Begin the all-reduce of the previous reduction, and finish the one before that."""
+        """Add a reduction that has started. Begin the all-reduce of the previous reduction, and finish the reduction before that."""
         if reduction is None:
             return
         self._advance()

@@ -1,7 +1,7 @@
 """Frees the tensors that a first computation passes to a second one after the forward, and computes these tensors again in backward.
 
-Activation checkpointing would run both computations again. Here the second computation, such as attention, does not run again. Only its
-inputs are computed again, from the inputs of the first computation, with a graph for their gradients.
+Activation checkpointing would run both computations again. Here the second computation, such as attention, does not run again. Only the
+inputs of the second computation are computed again, from those of the first, with a graph for their gradients.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ def same(kept: Any) -> Any:
 
 
 def surrounding_hooks() -> tuple[Pack, Unpack]:
-    """Return the saved-tensor hooks that are active now. Hooks that are set inside them replace them, and must call them to keep their
+    """Return the saved-tensor hooks that are active now. Hooks that are set later replace these hooks, and must call them to keep their
     effect."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
     return hooks or (same, same)
@@ -95,8 +95,8 @@ def _freed(outs: Sequence[Tensor]) -> Iterator[None]:
 
 
 def remake(make: Callable[..., tuple[Tensor, ...]], use: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """Return use(*make(*inputs)). The results of `make` are freed after the forward: `make` runs once more when the backward of `use` needs
-    them. `use` does not run again. If `make` is deterministic, the gradients have the same bits as without recomputation."""
+    """Return use(*make(*inputs)). The results of `make` are freed after the forward, and `make` runs once more when the backward of `use`
+    needs them. `use` does not run again. If `make` is deterministic, the gradients have the same bits as without recomputation."""
     if not torch.is_grad_enabled():
         return use(*make(*inputs))
     outs: Any = _Make.apply(make, *inputs)

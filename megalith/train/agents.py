@@ -78,8 +78,7 @@ class Host:
 
 
 def directs(place: Place | None) -> bool:
-    """True if this process directs the run, as the first process that the engine starts does. A process that joins a run in progress does
-    not direct it."""
+    """True if this process directs the run: it is the engine's first process, and does not join a run in progress."""
     return MEETING not in os.environ and place is not None and place.rank == 0
 
 

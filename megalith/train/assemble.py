@@ -169,7 +169,7 @@ class Trainer:
 
     def clip(self, factor: float, *, number: int) -> None:
         """Multiply all gradients by `factor`, for update `number` of the run. With adaptive clipping, also limit each parameter's gradient
-        to a norm that is usual for it. All ranks call this together."""
+        to a multiple of its usual norm. All ranks call this together."""
         gradients.scale([p.grad for p in self.parameters.values() if p.grad is not None], factor)
         if self.adaptive is not None:
             self.adaptive.clip(number=number)

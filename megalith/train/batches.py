@@ -57,8 +57,8 @@ def to_batch(
     wide: bool = False,
     raised: frozenset[str] = frozenset(),
 ) -> Batch:
-    """Return a microbatch on the device. `sequences`: the number of sequences in the whole global batch. `wide`: all products use high
-    precision in place of low precision; `raised`: the parts of the model whose products do."""
+    """Return a microbatch on the device. `sequences`: the number of sequences in the whole global batch. `wide`: all matrix products use
+    high precision; `raised`: the parts of the model whose products use high precision."""
     several = cut.masked and any(len(row) > 1 for row in samples.segments)
     length = samples.tokens.shape[1]
     positions = samples.positions if cut.masked else np.broadcast_to(np.arange(length), samples.tokens.shape)

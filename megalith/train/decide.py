@@ -30,7 +30,7 @@ class Vitals:
     skipped: int = 0
     """Number of updates that the run has skipped so far because of non-finite numbers."""
     tries: int = 0
-    """Number of earlier computations of this step. The numbers of each were not finite or outside their bands."""
+    """Number of earlier computations of this step, whose numbers were not finite or outside their bands."""
     repeatable: bool = False
     """True if the step can be computed again from the state in which it began."""
     attended: bool = False
@@ -80,8 +80,8 @@ class Skip:
     reason: str
     spike: bool = False
     scale: Scale | None = None
-    """The loss scale of the next step, if the update is skipped because gradients overflowed. Such a skip does not count against
-    `stability.skips`."""
+    """The loss scale of the next step, if the update is skipped because gradients overflowed. A skip because of an overflow does not count
+    against `stability.skips`."""
 
 
 @dataclass(frozen=True)
@@ -167,9 +167,9 @@ def _not_finite(vitals: Vitals, stability: StabilitySpec, history: History) -> D
 def _spike(
     vitals: Vitals, found: tuple[Departure, ...], stability: StabilitySpec, history: History, update: Update
 ) -> Decision | None:
-    """Return the first response in `stability.answers` that is not used up. Skipping a batch does not help if the weights are known to be
-    damaged, or if the learning rate has jumped, because a jump spoils later updates too; in the latter case the batch is skipped only if
-    the run cannot rewind to before the jump."""
+    """Return the first response in `stability.answers` that is not used up. A batch is not skipped if the weights are known to be
+    damaged. After a jump of the learning rate, which spoils later updates too, a batch is skipped only if the run cannot rewind to
+    before the jump."""
     if not found or not stability.answers:
         return None
     reason = ", ".join(map(str, found))

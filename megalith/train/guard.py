@@ -122,7 +122,7 @@ class StateGuard:
         """No-op."""
 
     def check_state(self, step: int) -> None:
-        """Check that the state after `step` steps is still the result of the last update. If it is not, report the difference and raise
+        """Check that the state after `step` steps is still the result of the last update. If the state has changed, report this and raise
         Reported.
 
         Also call this before a checkpoint is saved, because a checkpoint of an altered state would match its own checksums.
@@ -138,8 +138,8 @@ class StateGuard:
         return (self._in_memory() + self.trainer.state.sum) % WORDS
 
     def _of_scale(self) -> int:
-        """Return the loss scale's part of the digest. This part is handled separately, because only the loss scale may change in a skipped
-        step. It is computed from the Python copy of the scale in `State`, so that an altered tensor is detected."""
+        """Return the loss scale's part of the digest. The loss scale is handled separately, because only it may change in a skipped step.
+        Its digest is computed from the Python copy of the scale in `State`, so that an altered tensor is detected."""
         scale = self.trainer.state.scale
         return 0 if scale is None else checksum([torch.tensor(scale, dtype=torch.float32)])
 

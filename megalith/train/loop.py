@@ -213,8 +213,8 @@ class Loop:
         return done.stop
 
     def _suspicious(self) -> bool:
-        """Return True if the run is in a spike and may rewind to before this state. No checkpoint is then saved, because it would replace
-        an older, good one."""
+        """Return True if the run is in a spike and may rewind to before this state. During such a spike, no checkpoint is saved, because it
+        would replace an older, good one."""
         history, stability = self.trainer.state.history, self.spec.stability
         return history.began >= 0 and "rewind" in stability.answers and len(history.rewinds) < stability.rewinds
 

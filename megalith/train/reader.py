@@ -11,7 +11,7 @@ from megalith.train.stability.healer import Data
 
 
 class Reader:
-    """Reads this rank's samples of any step since its start. `begin`: the run's position when this rank was started. `sites`: None for a
+    """Reads this rank's samples of any step since its start. `begin`: the run's position when this rank was started. `sites` is None for a
     run without sites."""
 
     def __init__(self, trainer: Trainer, stream: Stream, begin: Position, sites: Sites | None) -> None:

@@ -56,8 +56,8 @@ class _Received:
 
     @torch.no_grad()
     def convert(self, number: int) -> None:
-        """Convert all received moments to this run's number format. `number`: the number of updates made. It seeds the rounding, which is
-        therefore the same under every plan."""
+        """Convert all received moments to this run's number format. `number`: the number of updates made, which seeds the rounding, so that
+        the rounding is the same under every plan."""
         for (was, now, name), share in self.scratch.items():
             cut = self.trainer.rule.whole.cuts[name]
             kept = torch.zeros(now.shape_of(cut.sizes), dtype=DTYPE[now.number], device=share.device)

@@ -1,10 +1,10 @@
 """Silent-corruption checks by recomputation: another replica recomputes gradients, and the rank that keeps a copy of the state recomputes
-updates. After the reduction, a wrong gradient is the same on every rank, so no comparison of states finds it. Before the reduction, it can
-be compared with the gradient that another replica computes from the same samples: the same weights, kernels and order give the same bits.
-Persistent faults are found within `verify_every` steps; a one-off error is found only if it hits the compared computation. With `verify =
-"all"`, the compared computation is the whole step; with `"one"`, it is an extra computation that training does not use. With only one data
-rank, each rank repeats its own computation, which finds transient faults, but no fault that gives the same wrong result each time. (Silent
-data corruption in training: arXiv:2502.12340, 2604.00726.)
+updates. After the reduction, a wrong gradient is the same on every rank, so no comparison of states finds it. Before the reduction, a
+gradient can be compared with the gradient that another replica computes from the same samples: the same weights, kernels and order give the
+same bits. Persistent faults are found within `verify_every` steps; a one-off error is found only if it hits the compared computation. With
+`verify = "all"`, the compared computation is the whole step; with `"one"`, it is an extra computation that training does not use. With only
+one data rank, each rank repeats its own computation, which finds transient faults, but no fault that gives the same wrong result each time.
+(Silent data corruption in training: arXiv:2502.12340, 2604.00726.)
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -61,7 +61,7 @@ class GradientProbe:
         return not self.drops
 
     def finite(self) -> bool:
-        """Return True if all gradients were finite. (The check is on the sum of the gradients. If they are finite, their sum overflows only
+        """Return True if all gradients were finite. (Only the sum of the gradients is checked; the sum of finite gradients overflows only
         if their norm does.)"""
         sums = [*self._before, *self._sums]
         return not sums or bool(torch.stack(sums).isfinite().all())
@@ -170,8 +170,8 @@ def table(mine: Sequence[int], trainer: Trainer) -> list[list[int]]:
 
 
 class UpdateVerifier:
-    """Repeats the update of a shard, from its gradients and a copy of its state before the update. The rank that keeps the copy does this;
-    if no other rank keeps one, the shard's own rank does."""
+    """Repeats the update of a shard, from its gradients and a copy of its state before the update. The rank that keeps the copy repeats the
+    update; if no other rank keeps a copy, the shard's own rank does."""
 
     def __init__(self, trainer: Trainer, memory: Memory) -> None:
         self.trainer, self.memory = trainer, memory
@@ -180,7 +180,7 @@ class UpdateVerifier:
         self._grads: Tensor | None = None
 
     def begin(self, step: int) -> None:
-        """Right before the update, send the gradients to the rank that repeats it."""
+        """Right before the update, send the gradients to the rank that repeats the update."""
         self._grads, self._number, self._lr = None, self.trainer.state.updates, self.trainer.lr
         if self.trainer.heads is not None and self.trainer.heads.acts:  # a copy does not know which rows it has of a head
             return
@@ -202,7 +202,7 @@ class UpdateVerifier:
         ]
 
     def check(self, step: int) -> int | None:
-        """Right after the update, repeat and compare it; return the rank whose update is wrong, if this rank found one."""
+        """Right after the update, repeat it and compare the results; return the rank whose update is wrong, if this rank found one."""
         if self._grads is None:
             return None
         after = checksum(self.trainer.state.updated())

@@ -54,7 +54,7 @@ class Position:
     step: int = 0
     samples: int = 0
     updates: int = -1
-    """Number of updates made. Checkpoints of earlier versions lack it; then it equals `step`."""
+    """Number of updates made. Checkpoints of earlier versions lack this number, which then equals `step`."""
     history: History = field(default=History(), compare=False)
     callbacks: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """States of the user's own callbacks, by name."""
@@ -83,8 +83,8 @@ def meta(position: Position, *, spec: RunSpec, stream: Stream, sites: Progress |
 
 
 def _random_state() -> str:
-    """Return a digest of the state of torch's random generators on this rank. A checkpoint needs no more than this, because each step seeds
-    the generators (`train.step.seed_step`)."""
+    """Return a digest of the state of torch's random generators on this rank. A checkpoint does not need the state itself, because each
+    step seeds the generators (`train.step.seed_step`)."""
     states = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]
     return hashlib.sha256(b"".join(state.numpy().tobytes() for state in states)).hexdigest()
 
@@ -125,7 +125,7 @@ def restore(
     memory: Memory | None = None,
     sites: Sites | None = None,
 ) -> Position:
-    """Load the state from `source` (None: the newest intact checkpoint of the run). If there is none, load the weights of
+    """Load the state from `source` (None: the newest intact checkpoint of the run). Without such a state, load the weights of
     `train.init_from`, or keep the initial weights. Invalidate copies of later steps in memory. Sites agree on a common checkpoint that is
     not newer than `source`.
 

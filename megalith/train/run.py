@@ -212,9 +212,9 @@ def _warner(log: EventLog | None) -> Callable[[str], None]:
 
 
 class _Stop:
-    """A flag that SIGTERM, SIGUSR1 and SIGHUP (unless SIGHUP is ignored) set at any time. Ranks read it at the end of a step, and agree
-    whether to stop. The signal is reported at once, because a scheduler may be about to take the node away; the supervisor knows whether it
-    sent the signal itself."""
+    """A flag that SIGTERM, SIGUSR1 and SIGHUP (unless SIGHUP is ignored) set at any time. Ranks read the flag at the end of a step, and
+    agree whether to stop. The signal is reported at once, because a scheduler may be about to take the node away; the supervisor knows
+    whether it sent the signal itself."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -251,7 +251,7 @@ def prepare(
     stop: object = False,
 ) -> Loop:
     """Prepare the first step, on all ranks of `world` together. `parts`: the digests of the user's own parts. `stop` becomes true when this
-    rank is asked to stop. Raises StopAsked if this happens while the rank waits for other sites."""
+    rank is asked to stop. Raises StopAsked if the rank is asked to stop while it waits for other sites."""
 
     warn = _warner(log)
     with refusing(seals.AlteredError), seals.unchanged(sealed):

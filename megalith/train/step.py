@@ -65,7 +65,7 @@ def train_step(
 ) -> StepResult:
     """Train on this rank's microbatches of step `step` (0 is the first). All ranks call this together.
 
-    `stop`: this rank was asked to stop; the result has this on every rank. `before`: the first computation of a step that is computed
+    `stop`: this rank was asked to stop; the result shows this on every rank. `before`: the first computation of a step that is computed
     again. With a `referee`, a step with non-finite numbers is computed twice; with a `healer`, the first step of a spike is too. If
     `stability` ends the run, raises gradients.NotFinite (which names the step and the parameters) for a NaN or infinite loss or gradient,
     and SpikeError for a spike, before any weight has changed.
@@ -268,7 +268,7 @@ def _measured(trainer: Trainer, names: Sequence[str]) -> list[gradients.Norms]:
 
 
 def gathered(trainer: Trainer, accumulated: StepGradients, *, stop: bool) -> GradientsWithTotals:
-    """Wait for the totals over all ranks. They need not be finite."""
+    """Wait for the totals over all ranks, which need not be finite."""
     start = trainer.executor.clock.mark()
     totals = AllGatherTotals(trainer, accumulated.executed, stop=stop).wait()
     waited = ("communication", start, trainer.executor.clock.mark())
@@ -421,8 +421,8 @@ def clipped_update(
 def released_update(
     trainer: Trainer, microbatches: Sequence[Samples], factor: float, *, step: int, step_hooks: Sequence[StepHook]
 ) -> tuple[int, list[Event]]:
-    """Count the update that was made inside the backward, if it used the right factor and learning rate. If it did not, discard it, and
-    recompute the step with the right ones. Return the number of passes over the step, and the events for the log."""
+    """Count the update that was made inside the backward, if it used the right factor and learning rate. Otherwise, discard this update,
+    and recompute the step with the right factor and rate. Return the number of passes over the step, and the events for the log."""
     release = trainer.release
     assert release is not None
     again = release.asked != trainer.asked(factor)

@@ -1,5 +1,5 @@
-"""Measures squared norms of gradients before they are summed over data ranks, to estimate the gradient noise scale. This costs one pass
-over the gradients."""
+"""Measures squared norms of gradients before they are summed over data ranks, to estimate the gradient noise scale. The measurement costs
+one pass over the gradients."""
 
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -16,8 +16,8 @@ from megalith.spec.run import RunSpec
 
 
 class NoiseMeter:
-    """Measures gradients of those weights for which each data rank has a complete gradient of its own. This excludes experts, which get
-    tokens of all ranks, and weights whose gradients are later summed over tensor ranks or over the pipeline's two ends."""
+    """Measures gradients of those weights for which each data rank has a complete gradient of its own. Experts, which get tokens of all
+    ranks, are excluded, and also weights whose gradients are later summed over tensor ranks or over the pipeline's two ends."""
 
     def __init__(
         self, weights: dict[str, Weight], buckets: Iterable[Bucket], shared: SharedParameters, groups: Groups, spec: RunSpec

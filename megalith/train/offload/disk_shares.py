@@ -43,7 +43,7 @@ class Segment:
 
 
 class LiveShare(Segment):
-    """A share that updates change. It is read from the valid slot of each chunk."""
+    """A share that updates change, read from the valid slot of each of its chunks."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class LiveShare(Segment):
             yield first, self.values(body, start, count)
 
     def fill(self, offset: Sequence[int], values: Tensor) -> None:
-        """Write `values` to the box of the share that begins at `offset`. They are valid at once."""
+        """Write `values` to the box of the share that begins at `offset`. The written values are valid at once."""
         if tuple(values.shape) != self.shape:
             box = whole = torch.cat([piece.clone() for _, piece in self.pieces()]).view(self.shape)
             for dim, (start, size) in enumerate(zip(offset, values.shape, strict=True)):

@@ -125,8 +125,8 @@ class Host:
 
 
 class Disk:
-    """State in files of this rank. The CPU updates it in the host's memory, chunk by chunk. A chunk holds one range of elements of all
-    offloaded tensors of a parameter."""
+    """State in files of this rank. The CPU updates this state in the host's memory, chunk by chunk. A chunk holds one range of elements of
+    all offloaded tensors of a parameter."""
 
     def __init__(self, lots: Mapping[str, Lot], path: Path, *, most: int, weights: bool = False) -> None:
         """`most`: the maximum bytes of one tensor in a chunk, except for updates that need the whole share at once. `weights`: each gather

@@ -94,8 +94,8 @@ class Slots:
     # --- what a checkpoint does ---
 
     def hold(self) -> SlotFile | None:
-        """Return the file that holds all valid chunks. From then on, this file is not written any more, and `undo` cannot restore an older
-        state. Room for a new file is reserved at once, so that the disk cannot be full in a later step.
+        """Return the file that holds all valid chunks. The returned file is never written again, and `undo` cannot restore an older state.
+        Room for a new file is reserved at once, so that the disk cannot be full in a later step.
 
         Return None if the disk has no room for a new file, or if an update is in progress.
         """

@@ -27,7 +27,7 @@ class Cut(NamedTuple):
 
     @property
     def first_column(self) -> bool:
-        """True if the share begins at the whole parameter's first column. Of several shares with the same rows, exactly one does."""
+        """True if the share begins at the whole parameter's first column, as exactly one of the shares with the same rows does."""
         return not self.offset or self.offset[-1] == 0
 
 

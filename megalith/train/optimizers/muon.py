@@ -60,8 +60,8 @@ class Muon:
         return true_matrices(self.whole.described[name], split_heads=self.spec.split_heads)
 
     def _orthogonal(self, matrix: Tensor, matrices: tuple[Runs, ...]) -> Tensor:
-        """Orthogonalise each of the `matrices` that a tensor consists of. Each is copied to memory of its own, because alignment may change
-        the bits of the result."""
+        """Orthogonalise each of the `matrices` that a tensor consists of. Each matrix is copied to memory of its own, because alignment may
+        change the bits of the result."""
         if len(matrices) == 1:
             return orthogonal(matrix, self.steps)
         for runs in matrices:

@@ -1,4 +1,4 @@
-"""Computes the orthogonal factor of a matrix by an iteration that only multiplies matrices. Muon applies this to its moments."""
+"""Computes the orthogonal factor of a matrix by an iteration that only multiplies matrices. Muon applies this iteration to its moments."""
 
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 Step: TypeAlias = tuple[float, float, float]
-"""The coefficients a, b, c of one step of the iteration: X <- a X + (b A + c A A) X, where A = X X^T."""
+"""The coefficients a, b, c of one step X <- a X + (b A + c A A) X, where A = X X^T."""
 
 NEWTON_SCHULZ: Step = (3.4445, -4.7750, 2.0315)
 """The coefficients of Jordan's quintic iteration (kellerjordan.github.io/posts/muon, 2024), the same in every step. The result has singular

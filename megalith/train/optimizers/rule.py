@@ -111,8 +111,8 @@ class Optimizer:
     def __init__(
         self, spec: OptimizerSpec, treated: Mapping[str, Treatment], whole: GlobalTensors, *, target: str | None = None
     ) -> None:
-        """`treated`: how each parameter of the whole model is updated. (All parameters are needed, because a rank may repeat the update of
-        a rank with another stage.) `target`: the kind of device that a dry run simulates; None: the kind on which the tensors are."""
+        """`treated`: how each parameter of the whole model is updated. All parameters are needed, because a rank may repeat the update of a
+        rank with another stage. `target`: the kind of device that a dry run simulates; None: the kind on which the tensors are."""
         self.treated, self.whole, self.target = treated, whole, target
         kinds = dict.fromkeys(treatment.kind for treatment in treated.values())
         first = sorted(
@@ -136,8 +136,8 @@ class Optimizer:
             rest()
 
     def prepared(self, parts: Iterable[Part], *, number: int) -> list[Part]:
-        """Return the parts in the form that their rules get, so that code can change weights after an update: `opened` yields the master
-        weights in fp32. `number`: the seed of stochastic rounding."""
+        """Return the parts in the form that their rules get, with which `opened` yields master weights in fp32. This allows code to change
+        weights after an update. `number`: the seed of stochastic rounding."""
         return [self._treated(part, self.treated[part.name], number) for part in parts]
 
     def _treated(self, part: Part, treatment: Treatment, number: int) -> Part:

@@ -51,7 +51,7 @@ class Callback(Protocol):
 
     def state(self) -> Any:
         """Return the state to save, as values that take at most 4,096 bytes as JSON. Every checkpoint, and every copy of the run's state in
-        memory, contains it."""
+        memory, contains the callback's state."""
         ...
 
     def load(self, state: Any) -> None:

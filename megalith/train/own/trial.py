@@ -23,8 +23,8 @@ def try_rule(kind: str, spec: OptimizerSpec, *, away: bool = False) -> None:
     rows.
 
     Raises own.OwnPartError if a new rule object changes the result, because the rule then keeps state outside its slots, which no
-    checkpoint saves. Raises it too if the update is declared elementwise but the halves give another result. `away`: also update with
-    weights and slots that exist only within `opened`, as with state off the device (`train.offload.home`) or in few bits
+    checkpoint saves. Also raises own.OwnPartError if the update is declared elementwise but the halves give another result. `away`: also
+    update with weights and slots that exist only within `opened`, as with state off the device (`train.offload.home`) or in few bits
     (`train.optimizers.small`); an elementwise update then gets flat pieces."""
     row = OPTIMIZERS[kind]
     if row.unit == "element" and any(slot.shape != "like" for slot in row.slots):

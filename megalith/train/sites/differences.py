@@ -44,8 +44,8 @@ class Differences:
 
     @property
     def own(self) -> Iterable[Difference]:
-        """This site's newest weight differences of each fragment, oldest first. They are sent again if a broken connection may have lost
-        them."""
+        """This site's newest weight differences of each fragment, oldest first. These differences are sent again if a broken connection may
+        have lost them."""
         return [one for each in self._own.values() for one in each]
 
     def enter(self, line: str) -> None:

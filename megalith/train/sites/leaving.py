@@ -22,7 +22,7 @@ class Leaving:
         self._since: float | None = None
 
     def note(self, site: int, end: End) -> None:
-        """Record a site's announcement. It is valid in every line of merges."""
+        """Record a site's announcement, which is valid in every line of merges."""
         self._others[site] = end
 
     def saved(self, mark: str) -> set[int]:

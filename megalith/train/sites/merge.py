@@ -50,8 +50,8 @@ class Sites:
         beat: Callable[[], object] = lambda: None,
         asked: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`council`: None except on the site's leading rank. `beat` is called several times a second while this site waits for other sites.
-        `asked` returns True once this rank is asked to stop."""
+        """`council` is None except on the site's leading rank. `beat` is called several times a second while this site waits for other
+        sites. `asked` returns True once this rank is asked to stop."""
         assert spec.sites is not None
         self.spec, self.fragments, self.state, self.site = spec.sites, tuple(fragments), state, site
         backlog = Backlog.of_fragments(len(fragments)) if spec.sites.staleness else None

@@ -45,10 +45,10 @@ class SiteMessenger:
         limit: float,
         beat: Callable[[], object] = lambda: None,
     ) -> None:
-        """`wire`: None if the run has only one site. `patience`: seconds for which a merge waits for a site that the quorum needs, and for
-        which a finished site stays at most until the others have received its messages. `start`: seconds that a site may take for its first
-        round; a quorum that has met waits a quarter of this for further sites. `limit`: seconds to wait for a quorum. `beat` is called
-        several times a second."""
+        """`wire` is None if the run has only one site. `patience`: seconds for which a merge waits for a site that the quorum needs, and
+        for which a finished site stays at most until the others have received its messages. `start`: seconds that a site may take for its
+        first round; a quorum that has met waits a quarter of this for further sites. `limit`: seconds to wait for a quorum. `beat` is
+        called several times a second."""
         self.spec, self.site, self._wire = spec, site, wire
         self._patience, self._start_seconds, self._limit, self._beat = patience, start, limit, beat
         self._since: float | None = None  # when this site began to wait for the others

@@ -122,7 +122,7 @@ def merged_samples(spec: RunSpec, made: Iterable[Verdict]) -> Iterator[int]:
 
 
 class ReplayedCouncil(Council):
-    """A council that takes its verdicts from a record. It waits for all sites."""
+    """A council that takes its verdicts from a record, and waits for all sites."""
 
     def __init__(self, spec: SitesSpec, *arguments: Any, record: Mapping[int, Verdict], **named: Any) -> None:
         """`record`: the verdicts, by the number of the merge. Other arguments are those of `Council`."""

@@ -21,7 +21,7 @@ class OuterState:
     anchor (the merged weights, which every site holds), so that any reader of weights finds it. The site's own state is under `site.`"""
 
     def __init__(self, inner: State, fragments: Sequence[Fragment], sites: SitesSpec, *, leads: bool) -> None:
-        """`inner`: the state that the site trains. `leads`: True on the site's leading rank."""
+        """`inner`: the state that the site trains. `leads` is True on the site's leading rank."""
         self._inner = inner
         held = {*inner.masters}
         pieces = {piece.name: piece for fragment in fragments for piece in fragment.pieces if piece.name in held}

@@ -6,7 +6,7 @@ from megalith.fleet.secure.peers import News
 
 
 class Wire(Protocol):
-    """The interface of one site's connections to the other sites; `fleet.secure.peers.Peers` has it."""
+    """The interface of one site's connections to the other sites, which `fleet.secure.peers.Peers` implements."""
 
     def send(self, message: bytes, to: int | None = None) -> None:
         """Send a message to one site, or to all other connected sites, without waiting."""

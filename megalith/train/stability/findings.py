@@ -1,8 +1,8 @@
 """Findings about a spike, and their form in the log: the likely causes with their evidence, strongest evidence first. All functions are
 pure. The strongest evidence is a recomputed step that gives different numbers from the same state and samples, because one of the two
-computations must have been wrong. The second is a recent jump of the learning rate. The third is the loss of the previous batch, computed
-again. If this loss is unchanged, the weights are good, and the samples are the cause. If it has changed, the weights are damaged, and
-recomputed steps show whether a computing error or training itself damaged them.
+computations must have been wrong. The second strongest evidence is a recent jump of the learning rate; the third is the loss of the
+previous batch, computed again. If this loss is unchanged, the weights are good, and the samples are the cause. If this loss has changed,
+the weights are damaged, and recomputed steps show whether a computing error or training itself damaged them.
 """
 
 import math

@@ -126,7 +126,7 @@ class History:
         return min(rate, self.most_lr) if updates < self.held else rate
 
     def of_text(self, text: int) -> "History":
-        """Return the history for a step with this kind of text: without numbers from another kind of text."""
+        """Return the history for a step with kind of text `text`, without numbers from another kind of text."""
         return self if text == self.text else replace(self, losses=(), norms=(), text=text)
 
     def jump(self, step: int, lr: float) -> LearningRateJump | None:

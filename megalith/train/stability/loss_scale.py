@@ -12,8 +12,8 @@ from typing import NamedTuple
 from megalith.spec.run import LossScaleSpec
 
 LARGEST = 64
-"""The largest exponent of the scale, so that fp32 can hold the scale times any gradient. If, for example, all gradients are zero, the scale
-grows to this limit."""
+"""The largest exponent of the scale, so that fp32 can hold the scale times any gradient. The scale grows to this limit if, for example, all
+gradients are zero."""
 
 
 class Scale(NamedTuple):
