@@ -23,7 +23,7 @@ class OwnModule:
 
 
 def own_part(name: str, dim: int, spec: Any, *more: Any) -> nn.Module:
-    """Build a user's own part. Its class is called with `dim`, `spec` and `more`, in this order.
+    """Build a user's own part. The part's class is called with `dim`, `spec` and `more`, in this order.
 
     Raises own.OwnPartError if the module's parameters differ from the declared tensors, or if the module has buffers. Raises AbsentError if
     the part has not been imported."""

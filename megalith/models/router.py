@@ -85,10 +85,11 @@ class Router(nn.Module):
     """Scores of each expert in fp32 (Switch Transformer, Fedus et al. 2022, section 2.4: bf16 here diverges), and the choice of experts by
     these scores.
 
-    - Switch (arXiv:2101.03961): softmax, the best expert, weighted by its probability; `capacity` an expert and sequence.
+    - Switch (arXiv:2101.03961): softmax; only the best expert, weighted by its probability; `capacity` limits the tokens of an expert in a
+      sequence.
     - Mixtral (arXiv:2401.04088): softmax over the logits of the chosen two experts, which equals the softmax over all experts, normalised.
     - DeepSeek-V2 (arXiv:2405.04434): softmax; experts from the `active_groups` groups whose best experts score highest.
-    - DeepSeek-V3 (arXiv:2412.19437, section 2.1.2): sigmoid; a bias that affects only the choice, and that each step moves towards even
+    - DeepSeek-V3 (arXiv:2412.19437, section 2.1.2): sigmoid; a bias that affects only the choice, and that each step changes to even out
       loads; groups ranked by the sum of their two best scores; weights normalised, then scaled.
 
     Loads are counted in backward: it runs once per microbatch, even if recomputation repeats the forward, and it does not run in

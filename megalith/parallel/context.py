@@ -282,7 +282,6 @@ def _gather(k: Tensor, v: Tensor, line: Line) -> Iterator[Tensor]:
 
 
 def _scatter(of_keys: Tensor, of_values: Tensor, k: Tensor, v: Tensor, line: Line) -> tuple[Tensor, Tensor]:
-    """Sum gradients [batch, seq, kv_heads, channels] over the ranks, and return this rank's part of the sequence."""
     whole = of_keys.new_empty(of_keys.numel() + of_values.numel())
     for rank, share in enumerate(whole.chunk(line.size)):
         for x, part in zip((of_keys, of_values), _unpack(share, k, v), strict=True):
@@ -334,7 +333,6 @@ def heads_for_each(ranks: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor,
 
 
 def _heads_for_sequence(x: Tensor, line: Line) -> Tensor:
-    """Exchange x [batch, part, heads, channels] for [batch, seq, heads / n, channels]."""
     outgoing = x.unflatten(2, (line.size, -1)).movedim(2, 0).contiguous()
     arrived = torch.empty_like(outgoing)
     dist.all_to_all_single(arrived, outgoing, group=line.group)

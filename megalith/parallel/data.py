@@ -420,7 +420,6 @@ class Bucket:
         return True
 
     def _together(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """Join all gradients into a tensor [ranks, numbers]: the row of a rank holds the gradients of that rank's share."""
         first = self.weights[0]
         flat = torch.empty(self.size, self.numbers, dtype=first.sums, device=first.compute.device)
         for weight, where, grad in zip(self.weights, self.slices, grads, strict=True):

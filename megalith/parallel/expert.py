@@ -309,7 +309,6 @@ def _gather_rows(rows: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Te
 
 
 def _scatter_rows(rows: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Sum `rows` over the ranks, in rank order, and return this rank's rows of the sum."""
     mine = sizes[group.rank()]
     parts = _start(rows, [mine] * group.size(), sizes, group).wait()
     return parts.unflatten(0, (group.size(), mine)).sum(0)

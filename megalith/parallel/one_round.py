@@ -124,7 +124,6 @@ class _Added(Work):
 
 
 def _backend(group: ProcessGroup) -> Any:
-    """Return a group's backend for CPU tensors. The return type is Any, because torch's stubs leave out the backend's collectives."""
     return group._get_backend(torch.device("cpu"))
 
 

@@ -171,8 +171,6 @@ class _Given(nn.Module):
 
 
 class _InPieces(nn.Module):
-    """Computes the product of a last layer; each piece is reduced as soon as it is computed."""
-
     def __init__(self, recipe: Multiply, pieces: Pieces) -> None:
         super().__init__()
         self.recipe, self.pieces = recipe, pieces

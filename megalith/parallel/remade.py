@@ -58,8 +58,6 @@ def _again(node: Any) -> _Again:
 
 
 class _Make(torch.autograd.Function):
-    """A computation with several outputs that saves only its inputs for backward."""
-
     @staticmethod
     def forward(ctx: Any, make: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.make, ctx.again = make, None

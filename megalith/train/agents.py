@@ -166,8 +166,6 @@ def direct(
 
 
 class _Strangers:
-    """Prints the counts of clients that the store rejected, when they have grown."""
-
     def __init__(self, store: StoreClient) -> None:
         self._store, self._told, self._next = store, 0, time.monotonic()
 
@@ -265,7 +263,6 @@ def _own_command() -> list[str]:
 
 
 def _serve(host: Host, meeting: str, *, order: int, cut_off: Callable[[str], NoReturn]) -> int:
-    """Run an agent; return the exit status of the run, or LOST if the agent cannot join the run."""
     seconds = host.job.start_timeout
     known = _take_key(host, meeting)
     try:

@@ -75,7 +75,6 @@ class Injector:
                 flip(trainer, one)
 
     def _spoiler(self, one: Injection) -> Callable[[Tensor], Tensor]:
-        """Return a hook that alters one parameter's gradient before the reduction."""
         came: list[int] = []
 
         def spoil(grad: Tensor) -> Tensor:

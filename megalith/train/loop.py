@@ -71,7 +71,6 @@ class _Timed:
 
 
 def _went_to(done: StepResult, timed: _Timed) -> dict[str, float]:
-    """Return the seconds of a step on this rank by use. The seconds add up to the duration of the step."""
     breakdown = done.breakdown | {"data": done.breakdown["data"] + timed.read}
     return breakdown | {"other": max(0.0, timed.whole - sum(breakdown.values()))}
 

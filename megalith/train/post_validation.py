@@ -83,7 +83,8 @@ class Unchecked:
         notify(self.step_hooks, "after_step", self.trainer, self.step)
 
     def holds(self) -> bool:
-        """Wait for the totals. If they lead to the decision that the update assumed, drop the gradients and copies, and return True."""
+        """Wait for the totals; return True, and drop the gradients and copies, if the totals lead to the decision that the update
+        assumed."""
         self.totals = self._gathering.wait()
         self.balance = Balance(self.trainer)  # awaited when the step is told, after a row in which all ranks get here
         how = {"referee": self._referee, "healer": self._healer, "updates": self.updates - 1, "lr": self.lr}

@@ -31,8 +31,6 @@ def receive(trainer: Trainer, load: Callable[[Wanted], LoadResult | None], warn:
 
 
 class _Received:
-    """The moments of a checkpoint, in the number format in which they were saved."""
-
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.scratch: dict[tuple[Slot, Slot, str], Tensor] = {}

@@ -134,7 +134,6 @@ class GradientVerifier:
         return self._judge(wrong, first, [(digest, again) for digest, again in second])
 
     def _differing(self, found: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return the pair of ranks for each computation that gave different digests on two ranks."""
         mesh = self.trainer.groups.mesh
         pairs = []
         for rank, (_, again) in enumerate(found):

@@ -303,7 +303,6 @@ def like(slot: Slot, share: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _without(dropped: int, placement: Placement) -> Placement:
-    """Return the placement of a tensor after one of its dimensions, `dropped`, was removed."""
     if not isinstance(placement, Shard | _StridedShard):
         return placement
     if placement.dim == dropped:

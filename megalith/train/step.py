@@ -259,8 +259,6 @@ class AllGatherTotals:
 
 
 def _measured(trainer: Trainer, names: Sequence[str]) -> list[gradients.Norms]:
-    """Return the norms of the gradients of parameters `names`. For gradients that were freed inside the backward, the norms were recorded
-    before."""
     grads = {name: grad for name in names if (grad := trainer.parameters[name].grad) is not None}
     found = dict(zip(grads, gradients.norms_of(grads.values()), strict=True))
     found |= trainer.release.norms if trainer.release is not None else {}
@@ -421,8 +419,9 @@ def clipped_update(
 def released_update(
     trainer: Trainer, microbatches: Sequence[Samples], factor: float, *, step: int, step_hooks: Sequence[StepHook]
 ) -> tuple[int, list[Event]]:
-    """Count the update that was made inside the backward, if it used the right factor and learning rate. Otherwise, discard this update,
-    and recompute the step with the right factor and rate. Return the number of passes over the step, and the events for the log."""
+    """Count the update that was made inside the backward, if it used the right factor and learning rate. If the factor or rate was
+    wrong, discard the update, and recompute the step with the right ones. Return the number of passes over the step, and the events for
+    the log."""
     release = trainer.release
     assert release is not None
     again = release.asked != trainer.asked(factor)

@@ -37,7 +37,6 @@ def _in_memory(tensor: Tensor) -> Callable[[], Tensor]:
 
 
 def _unreal(tensor: Tensor) -> Callable[[], Tensor]:
-    """Keep no content, because a dry run only counts bytes on the device."""
     shape, dtype = tensor.shape, tensor.dtype
     return lambda: torch.empty(shape, dtype=dtype)
 

@@ -90,7 +90,6 @@ class GlobalTensors:
         return boxes
 
     def _agree(self, boxes: list[Tensor]) -> None:
-        """Make the sums for tied parameters bitwise equal on both ends of the pipeline."""
         if boxes and self.groups is not None and self.groups.ends.size() > 1:
             packed = torch.cat([box.flatten() for box in boxes])
             dist.all_reduce(packed, group=self.groups.ends)

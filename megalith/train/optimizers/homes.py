@@ -114,7 +114,6 @@ class _View:
         self._at = {stand[1:]: rank for rank, stand in self.ranks.items()}
 
     def twin(self, rank: int) -> int:
-        """Return the rank of this copy that holds the same shares as `rank`, which may be in another copy."""
         return self._at[self.everyone[rank][1:]]
 
     def holders(self, name: str, whole: GlobalTensors) -> dict[Item, dict[int, Box]]:

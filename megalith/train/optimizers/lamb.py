@@ -48,9 +48,6 @@ class Lamb:
         return first.div(1 - self.spec.beta1 ** (number + 1)).div_(deviation).add_(part.weight, alpha=part.weight_decay)
 
     def _ratios(self, weights: Mapping[str, GlobalSum], updates: Mapping[str, GlobalSum]) -> dict[str, Tensor]:
-        """Return the ratios |w| / |u| of all matrices of this rank's shares, by the parameter's name, in fp64. `weights`, `updates`: this
-        rank's terms of the squared norms.
-        """
         norms = [total.sqrt() for total in self.whole.add_up([*weights.values(), *updates.values()])]
         pairs = zip(weights, norms[: len(weights)], norms[len(weights) :], strict=True)
         return {name: torch.where((weight > 0) & (update > 0), weight / update, 1.0) for name, weight, update in pairs}

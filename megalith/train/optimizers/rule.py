@@ -136,8 +136,8 @@ class Optimizer:
             rest()
 
     def prepared(self, parts: Iterable[Part], *, number: int) -> list[Part]:
-        """Return the parts in the form that their rules get, with which `opened` yields master weights in fp32. This allows code to change
-        weights after an update. `number`: the seed of stochastic rounding."""
+        """Return the parts in the form that their rules get, so that code outside the rules can change master weights in fp32 after an
+        update. `number`: the seed of stochastic rounding."""
         return [self._treated(part, self.treated[part.name], number) for part in parts]
 
     def _treated(self, part: Part, treatment: Treatment, number: int) -> Part:

@@ -110,7 +110,6 @@ def _try_sight(
 
 
 def _try_cuts(module: nn.Module, declared: OwnModule, x: Tensor, batch: Batch, call: Call) -> None:
-    """Compare the result and gradients of the whole part with those that two tensor-parallel ranks compute together."""
     weight = torch.linspace(-1, 1, x.numel()).view_as(x)
     whole_x, cut_x = (x.clone().requires_grad_() for _ in range(2))
     out = call(module, whole_x, batch)

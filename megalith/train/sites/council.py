@@ -128,7 +128,6 @@ class Council(SiteMessenger):
         return verdict
 
     def _agreed(self, merge: Pending, ask: Callable[[Pending], T | None], seconds: float) -> T | None:
-        """Call `ask` with a merge until it returns an answer, and return this answer; None if `seconds` were not enough."""
         began = time.monotonic()
         if self._due != merge.number:
             self._due, self._due_at, self._due_since = merge.number, began, began
@@ -206,7 +205,6 @@ class Council(SiteMessenger):
         return verdict
 
     def _come(self, merge: Pending, site: int) -> int:
-        """Return how many of a site's unmerged weight differences have arrived before the first missing one."""
         steps = merge.waiting.get(site, (merge.sent,))
         there = (site in self._there(merge.fragment, sent) for sent in steps)
         return sum(1 for _ in takewhile(bool, there))

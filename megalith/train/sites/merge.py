@@ -270,7 +270,6 @@ class Sites:
         self._keep(number, left_out)
 
     def _keep(self, number: int, left_out: Mapping[str, Tensor]) -> None:
-        """Keep the remainder that rounding left out of a fragment's message, to add it to the next message."""
         self._taken.add(number)
         for name, rest in left_out.items():
             self.state.feedback[name].copy_(rest)

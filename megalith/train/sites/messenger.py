@@ -114,7 +114,7 @@ class SiteMessenger:
 
     @property
     def turned_away(self) -> int:
-        """The number of connections that were refused because they did not prove that they have the run's key."""
+        """The number of connections refused because they did not prove possession of the run's key."""
         return self._wire.turned_away if self._wire is not None else 0
 
     def close(self, seconds: float) -> bool:

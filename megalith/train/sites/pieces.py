@@ -1,8 +1,8 @@
 """Encodes whole tensors for messages: all elements, or only the largest elements of each chunk, with their indices.
 
-The sorted indices are encoded in Elias-Fano code: the low bits of each index, followed by the high bits of all indices in unary code, in
-which each index is a one, and each increase of the high bits by one is a zero. The size depends only on the number of indices and elements.
-If the indices are sparse, each takes less than one bit more than in the shortest possible code.
+The sorted indices are encoded in Elias-Fano code: the low bits of each index, and then the high bits of all indices in unary code, with a
+one for each index and a zero for each increase of the high bits by one. The size depends only on the number of indices and elements. If the
+indices are sparse, each takes less than one bit more than in the shortest possible code.
 """
 
 import torch

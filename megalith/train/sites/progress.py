@@ -58,7 +58,7 @@ class Progress:
 @dataclass(frozen=True)
 class Round:
     """The outcome of the merges after a step. `made`: the events of these merges, on the leading rank. `stop`: the site must stop now.
-    `refused`: the number of connections refused since the last round, because they did not prove that they have the run's key."""
+    `refused`: the number of connections since the last round that did not prove possession of the run's key."""
 
     made: Sequence[Merge] = ()
     stop: bool = False

@@ -52,7 +52,6 @@ def recorded(folders: Sequence[Path]) -> dict[int, Verdict]:
 
 
 def _sites_in(folder: Path) -> list[Path]:
-    """Return the folders of all sites that may have trained on the machine of the first site, whose folder is the run's."""
     return [folder_of(folder, site) for site in range(64)]
 
 

@@ -79,15 +79,12 @@ class SynchronousSites(Sites):
     def _update(
         self, name: str, theirs: Sequence[Tensor], taken: Sequence[Taken], counted: Sequence[int], spread: Tensor
     ) -> None:
-        """Replace one gradient by its mean over sites. Arguments are those of `Sites._update`."""
         mean = self._mean(name, theirs, taken, spread)
         if name in self._gradients:
             self._gradients[name].copy_(mean)
 
 
 class _Exchange(StepHook):
-    """A step hook that exchanges gradients between sites once they are reduced within the site."""
-
     def __init__(self, sites: SynchronousSites) -> None:
         self._sites = sites
 

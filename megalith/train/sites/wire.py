@@ -26,7 +26,7 @@ class Wire(Protocol):
 
     @property
     def turned_away(self) -> int:
-        """The number of connections that were refused because they did not prove that they have the run's key."""
+        """The number of connections refused because they did not prove possession of the run's key."""
         ...
 
     def close(self, *, seconds: float) -> bool:
