@@ -197,7 +197,8 @@ class _RoundedGradient(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Destinations:
-    """Where one microbatch's tokens go: the order of their rows by expert, the routing weights of the results, and the row counts."""
+    """Destinations of one microbatch's tokens: the order of their rows by expert, the routing weights of the results, and the row
+    counts."""
 
     order: Order
     weights: Tensor  # [tokens sent, active], fp32

@@ -74,8 +74,8 @@ class BlockComputations:
 
 @dataclass(frozen=True)
 class RecomputeChoice:
-    """Which computations of a block run again in backward, from their saved inputs. `rows`: the rows are also dispatched to their experts
-    again."""
+    """A choice of the computations of a block that run again in backward, from their saved inputs. `rows`: the rows are also dispatched to
+    their experts again."""
 
     attend: bool
     shared_expert: bool

@@ -286,7 +286,7 @@ class Runner:
         return graphs
 
     def fetch(self, kept: list[ForwardState]) -> None:
-        """Of the parts in `kept` whose saved tensors have left the device, begin to move the tensors of the last one back."""
+        """Begin to move saved tensors back to the device, for the last part in `kept` whose saved tensors have left it."""
         shelf = next((each.shelf for each in reversed(kept) if each.shelf.moves), STAYS)
         shelf.fetch()
 

@@ -52,7 +52,7 @@ class StepGradients:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What happened to a step's update. `skipped`: the reason why it was skipped; empty: it was made. `spike`: it was skipped because of a
+    """The fate of a step's update. `skipped`: the reason why it was skipped; empty: it was made. `spike`: it was skipped because of a
     spike. `events`: events about the step. `overflow`: the overflow that lowered the loss scale. `passes`: the number of passes over the
     step that the update took."""
 

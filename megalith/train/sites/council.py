@@ -190,7 +190,7 @@ class Council(SiteMessenger):
             self.post(difference)
 
     def _decided(self, merge: Pending) -> Verdict | None:
-        """As the decider, decide about a merge from the messages received, and send the verdict to all sites; return None if it is too
+        """Decide about a merge, as the decider, from the received messages, and send the verdict to all sites; return None if it is too
         early to decide."""
         got = merge.due & self._there(merge.fragment, merge.sent).keys()
         arrived = {site: self._come(merge, site) for site in merge.due}
