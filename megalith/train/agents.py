@@ -90,8 +90,8 @@ def serve_node(host: Host, place: Place | None) -> int:
         return _serve(host, os.environ[MEETING], order=sys.maxsize, cut_off=_begin_anew)
     if place is None:
         raise ValueError(
-            f"no rendezvous address is set. Start it with torchrun or srun, set RANK, WORLD_SIZE, MASTER_ADDR and "
-            f"MASTER_PORT (rank 0 directs the run), or {MEETING}=tcp://HOST:PORT to join one in progress"
+            f"no rendezvous address is set. Start this command with torchrun or srun, or set RANK, WORLD_SIZE, MASTER_ADDR and "
+            f"MASTER_PORT (rank 0 directs the run), or set {MEETING}=tcp://HOST:PORT to join a run in progress"
         )
     _take_key(host, place.store, alone=place.world == 1)
     os.environ[MEETING] = meeting = _agree(place, "", seconds=host.job.start_timeout)  # if this process is started again

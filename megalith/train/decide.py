@@ -160,7 +160,7 @@ def _not_finite(vitals: Vitals, stability: StabilitySpec, history: History) -> D
     if stability.not_finite == "skip" and vitals.skipped < stability.skips:
         return Skip(found)
     if stability.not_finite == "skip":
-        found += f"; {stability.skips} updates were skipped already, which is the limit stability.skips"
+        found += f"; the run has skipped {stability.skips} updates already, the limit that stability.skips sets"
     return _rewind(vitals, found, stability, history, otherwise=Stop(found)) or Stop(found)
 
 

@@ -147,7 +147,7 @@ def main(
 
 def _unreachable(error: Exception, used: Sequence[Path]) -> Unreachable | None:
     """If an error means that a path in `used` is temporarily unreachable, report this and return the exception that ends the rank; else
-    None. (The paths existed when the command started the first ranks.)"""
+    None. All paths in `used` existed when the command started the first ranks."""
     path = error.path if isinstance(error, AwayDataError) else None
     if disk.is_away(error) and isinstance(error, OSError) and isinstance(error.filename, str):
         named = Path(error.filename).absolute()
@@ -360,14 +360,15 @@ def choose_device(wanted: str, local_rank: int, local_world: int) -> torch.devic
     if there:
         raise RuntimeError(
             f'train.device = "auto": this machine has {there} GPUs, and PyTorch {torch.__version__} can use none of them. '
-            "Repair the driver, install a PyTorch that supports it, or use cpu."
+            'Repair the driver, install a PyTorch that supports it, or set train.device = "cpu".'
         )
     if local_world <= gpus:
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)
     if wanted == "cuda" or gpus:
         raise RuntimeError(
-            f"train.device = {wanted}: this machine has {local_world} ranks but only {gpus} GPUs. Use one rank per GPU, or cpu."
+            f"train.device = {wanted}: this machine has {local_world} ranks and {gpus} GPUs. Use one rank per GPU, or set "
+            'train.device = "cpu".'
         )
     return torch.device("cpu")
 

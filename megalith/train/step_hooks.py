@@ -56,7 +56,7 @@ class FirstComputation:
 
     @property
     def words(self) -> str:
-        return f"loss {self.totals.loss:.6g} and norm {self.totals.norm:.6g} in the first computation"
+        return f"the first computation gave loss {self.totals.loss:.6g} and norm {self.totals.norm:.6g}"
 
 
 class Healer(Protocol):

@@ -52,9 +52,9 @@ class StepGradients:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The fate of a step's update. `skipped`: the reason why it was skipped; empty: it was made. `spike`: it was skipped because of a
-    spike. `events`: events about the step. `overflow`: the overflow that lowered the loss scale. `passes`: the number of passes over the
-    step that the update took."""
+    """The fate of a step's update. `skipped`: the reason why the update was skipped; empty: it was made. `spike`: the update was skipped
+    because of a spike. `events`: events about the step. `overflow`: the overflow that lowered the loss scale. `passes`: the number of
+    passes over the step that the update took."""
 
     skipped: str = ""
     spike: bool = False

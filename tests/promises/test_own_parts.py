@@ -438,7 +438,7 @@ def _of_kind(kind: str, asked: dict[str, Any]) -> RunSpec:
     return tiny_run(train=asked.get("train", {}), optimizer={"kind": kind, **asked.get("optimizer", {})})
 
 
-@pytest.mark.parametrize(("rule", "says"), [("Normed", 'Say unit = "tensor"'), ("Hoarder", "keep lasting state only in slots")])
+@pytest.mark.parametrize(("rule", "says"), [("Normed", 'Say unit = "tensor"'), ("Hoarder", "Keep lasting state only in slots")])
 def test_a_rule_that_needs_more_than_its_row_says_is_refused(rule: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = f"{__name__}:{rule}_ROW"
     monkeypatch.setitem(OPTIMIZERS, kind, Kind(title=rule, rule=f"{__name__}:{rule}", slots=()))

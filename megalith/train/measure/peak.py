@@ -60,11 +60,18 @@ def catalogue_peak(asked: str, device: str, precision: str) -> Peak:
     found = known if named is None or other else named
     instead = f"; `cluster` names {asked.partition(':')[0]}, but this machine has another device" if other else ""
     if found is None:
-        return Peak(None, f"unknown device {device!r}: no peak in the catalogue, so no MFU; set `cluster` to a catalogue name")
+        return Peak(
+            None,
+            f"unknown device {device!r}: the catalogue has no peak for it, so no MFU; set `cluster` to a device of the catalogue",
+        )
     rate = PRECISIONS[precision].rate
     if rate not in found.peak:
         known_rates = ", ".join(found.peak) or "none"
-        return Peak(None, f"{found.title}: no {rate} peak in the catalogue, so no MFU; it has {known_rates}", instead)
+        return Peak(
+            None,
+            f"{found.title}: the catalogue has no {rate} peak, so no MFU is computed; it has peaks for {known_rates}",
+            instead,
+        )
     return Peak(found.peak[rate], f"{found.title}, dense {rate}", instead)
 
 

@@ -210,16 +210,19 @@ class DiskFile:
 
     def read(self, start: int, content: Tensor, known: int) -> None:
         """Read a tensor's content, which begins at byte `start`. `known`: the checksum of the written content."""
-        octets, failed = content.view(torch.uint8).numpy(), f"plan.retain: {content.nbytes:,} bytes in {self.folder}"
+        octets, failed = content.view(torch.uint8).numpy(), f"plan.retain: {content.nbytes:,} bytes"
         way_out = (
             "The run resumes from its newest checkpoint. If this error recurs, set plan.retain.folder to a folder on another disk"
         )
         try:
             moved = move_all(os.preadv, self._file.fileno(), octets, start)
         except OSError as error:
-            raise StateFileError(error.errno, f"{failed} cannot be read back ({error.strerror}). {way_out}") from error
+            raise StateFileError(
+                error.errno, f"{failed} in {self.folder} cannot be read back ({error.strerror}). {way_out}"
+            ) from error
         if moved < len(octets) or words_of(octets) != known:
-            raise StateFileError(errno.EIO, f"{failed} differ from what was written: the disk altered them. {way_out}")
+            failed += f" in {self.folder} differ from what was written: the disk altered them"
+            raise StateFileError(errno.EIO, f"{failed}. {way_out}")
 
 
 AnyTier = HostMemory | PinnedMemory | DiskFile

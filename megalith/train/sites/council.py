@@ -6,9 +6,9 @@ allowed number of merges. A verdict needs a quorum: more than half of the run's 
 file. The quorum counts the decider, the sites whose differences arrived, and the sites that only follow the decider's merges. A follower
 must have sent a message since the merge was due, because a cut connection looks intact for a while. The merges under one decider form a
 sequence, called a line. Each start of a site's ranks takes part in only one line. If a network failure splits the sites, at most one half
-makes merges, because no site takes part in two lines and two quorums always share a site. If a line has no quorum or loses its decider, the
-sites whose differences are due wait at the merge for the other sites (`meeting`). All other sites exit; when restarted, they join with the
-others' weights, or begin from a checkpoint (`Council.begin`).
+makes merges, because no site takes part in two lines of merges and two quorums always share a site. If a line has no quorum or loses its
+decider, the sites whose differences are due wait at the merge for the other sites (`meeting`). All other sites exit; when restarted, they
+join with the others' weights, or begin from a checkpoint (`Council.begin`).
 """
 
 import math
@@ -255,10 +255,9 @@ class Council(SiteMessenger):
         lost = self._lost_since is not None and now - self._lost_since >= self.pace.grace
         silent = now - max(began, self._roll.last_word(self.decider))
         if lost or not self._roll.takes_part(self.decider) or silent >= self._patience:
-            what = "has already made later merges than the one that is due on this site" if missed else "is away"
-            raise PeerGone(
-                f"{self.spec.named(self.decider)}, the decider, {what}: this site waited {now - began:.0f} s at step {step}"
-            )
+            who = f"{self.spec.named(self.decider)}, the decider,"
+            text = f"{who} has made later merges than the one that is due on this site" if missed else f"{who} is away"
+            raise PeerGone(f"{text}: this site waited {now - began:.0f} s at step {step}")
 
     def gather(self, verdict: Verdict, seconds: float) -> bool:
         """Wait for the weight differences that a verdict merges; return True once they have arrived, False if `seconds` were not enough, so
@@ -326,8 +325,8 @@ class Council(SiteMessenger):
             self._need_decider(self._due_since, merge.step)
         if not enough and self.decides and waited >= self._patience:
             others = set(range(self.spec.count)) - saved
-            text = "and no quorum has saved the run's last merge"
-            raise PeerGone(f"{are(others, self.spec)} away, {text}: this site waited {waited:.0f} s at step {merge.step}")
+            text = f"{are(others, self.spec)} away, and no quorum has saved the run's last merge"
+            raise PeerGone(f"{text}: this site waited {waited:.0f} s at step {merge.step}")
         return None
 
     def _unsaved(self, merge: Pending, saved: Set[int]) -> set[int]:
