@@ -160,7 +160,7 @@ def _not_finite(vitals: Vitals, stability: StabilitySpec, history: History) -> D
     if stability.not_finite == "skip" and vitals.skipped < stability.skips:
         return Skip(found)
     if stability.not_finite == "skip":
-        found += f"; the run has skipped {stability.skips} updates already, the limit that stability.skips sets"
+        found += f"; updates were skipped already, as many as stability.skips = {stability.skips} allows"
     return _rewind(vitals, found, stability, history, otherwise=Stop(found)) or Stop(found)
 
 

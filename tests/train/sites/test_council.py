@@ -448,7 +448,7 @@ def test_sites_begin_from_the_newest_checkpoint_that_all_who_trained_have() -> N
     assert called({0: (new, alone), 1: (alone,), 2: (new,)}, sites) == (alone, 0), "2 had left"
     assert called({0: (new,), 1: (_cut(7, 0, 1, mark="other"),)}, sites)[0] == _cut(7, 0, 1, mark="other")
     assert called({1: (), 2: ()}, sites) == (None, 1)
-    with pytest.raises(ValueError, match=r"sites\.decides = 0, and site 0 has no checkpoint"):
+    with pytest.raises(ValueError, match=r"sites\.decides = 0, but site 0 has no checkpoint"):
         called({0: (), 1: (old,)}, SitesSpec(count=3, decides=0))
 
 
