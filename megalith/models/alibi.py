@@ -12,11 +12,11 @@ CHANNELS = 4
 
 
 class Alibi(nn.Module):
-    """Adds channels to queries and keys whose products are the biases.
+    """Appends CHANNELS channels to each query and key; their products are the biases of the scores.
 
-    A softmax does not change if a query's scores all change by the same number, so slope * j can stand for slope * (j - i). Key j's
-    position is split into two numbers that any format holds exactly, and the query's slope into two numbers as well, so four products add
-    up to the bias. Thus every attention kernel, also under context parallelism, computes the biases as a part of its scores.
+    A softmax does not change if all scores of a query change by the same number, so slope * j replaces slope * (j - i). Key j's position is
+    split into two numbers that any format holds exactly, and the query's slope into two numbers as well, so four products add up to the
+    bias. Thus every attention kernel, also under context parallelism, computes the biases as a part of its scores.
     """
 
     def __init__(self, heads: int, scale: float) -> None:
@@ -26,7 +26,7 @@ class Alibi(nn.Module):
         self.first, self.count = 0, heads  # the heads that are here: a seam for tensor parallelism
 
     def forward(self, q: Tensor, k: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return q [batch, seq, heads, channels] and k [batch, seq, kv_heads, channels] with CHANNELS more channels."""
+        """Return q [batch, seq, heads, channels] and k [batch, seq, kv_heads, channels], each with CHANNELS channels appended."""
         positions = batch.positions
         if positions is None:
             positions = torch.arange(k.shape[1], device=k.device)
@@ -42,8 +42,8 @@ class Alibi(nn.Module):
         )
 
     def slopes(self, device: torch.device) -> Tensor:
-        """Return the slopes of this rank's heads: fp64 [heads]. They are a geometric sequence down to 2^-8; if the number of heads is not a
-        power of two, the remaining heads get slopes between those."""
+        """Return the slopes of this rank's heads: fp64 [heads]. The slopes are a geometric sequence down to 2^-8; heads beyond the largest
+        power of two get slopes between the terms of this sequence."""
         even = 1 << floor(log2(self.heads))
         first = torch.arange(1, even + 1, dtype=torch.float64, device=device) * (-8 / even)
         others = (2 * torch.arange(self.heads - even, dtype=torch.float64, device=device) + 1) * (-4 / even)

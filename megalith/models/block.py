@@ -18,7 +18,7 @@ from megalith.spec.model import AttentionSpec, BlockSpec, LatentAttentionSpec, M
 
 
 class Attention(nn.Module):
-    """Grouped-query causal attention. The number of heads is inferred (-1), so a rank with a share of the heads runs the same code."""
+    """Grouped-query causal attention. `forward` infers the number of heads (-1), so a rank with a share of the heads runs the same code."""
 
     def __init__(self, dim: int, spec: AttentionSpec, rope_slot: int = 0) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Block(nn.Module):
         return x, normal if self.mlp_norm is None else self.mlp_norm(x)
 
     def join(self, x: Tensor, out: Tensor) -> Tensor:
-        """Return x plus the MLP's output `out`."""
+        """Add the MLP's output `out` to the residual stream x."""
         return x + self._factor(_through(self.mlp_post_norm, out))
 
     def _factor(self, out: Tensor) -> Tensor:

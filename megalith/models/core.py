@@ -1,4 +1,4 @@
-"""The core of attention, between the projections; context parallelism and key-value caches replace it."""
+"""The core of attention, between the projections; context parallelism and key-value caches replace this module."""
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +19,8 @@ class CausalCore(nn.Module):
 
     With `window`, a token sees itself and the `window - 1` tokens before it, and the cost is proportional to the window (Mistral 7B, Jiang
     et al. 2023, arXiv:2310.06825, section 2). With `softcap`, scores s become softcap tanh(s / softcap) (Gemma 2, Grok-1). With
-    `batch.segments` tokens attend only to their own document. v may have a different number of channels than q and k (multi-head latent
-    attention).
+    `batch.segments`, tokens attend only to tokens of their own document. v may have a different number of channels than q and k (multi-head
+    latent attention).
     """
 
     def __init__(self, *, scale: float | None = None, window: int | None = None, softcap: float | None = None) -> None:
@@ -49,7 +49,6 @@ class CausalCore(nn.Module):
 
     @torch.compiler.disable  # which pairs there are differs from batch to batch
     def _attend_pairs(self, q: Tensor, k: Tensor, v: Tensor, segments: SegmentLengths | None, scale: float) -> Tensor:
-        """Compute attention that torch's fused kernels do not offer: sliding windows and capped scores."""
         if self.softcap is None and self.window is not None and segments is not None and self.window >= max(map(max, segments)):
             return attend_segments(q, k, v, segments, scale)  # pyright: ignore[reportCallIssue]
         here = ((0, q.shape[2]),)
@@ -62,8 +61,8 @@ class CausalCore(nn.Module):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-    """Causal attention of [batch, heads, seq, channels] by the fastest kernel. k and v may have fewer heads than q, each shared by
-    consecutive heads of q; v may have another number of channels."""
+    """Compute causal attention of tensors [batch, heads, seq, channels] with the fastest kernel. k and v may have fewer heads than q:
+    consecutive heads of q share one. v may have another number of channels than q and k."""
     channels, of_v = q.shape[-1], v.shape[-1]
     scale = float(channels**-0.5) if scale is None else scale
     if pays(q):
@@ -83,8 +82,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tenso
 
 @torch.compiler.disable  # the lengths differ in every batch: compiled code would be compiled again for each
 def attend_segments(q: Tensor, k: Tensor, v: Tensor, segments: SegmentLengths, scale: float | None = None) -> Tensor:
-    """Causal attention inside each segment of each row. It takes one call if a kernel supports segments; otherwise rows with the same
-    segments share their calls."""
+    """Causal attention inside each segment of each row. A kernel that supports segments computes all rows in one call; otherwise, rows with
+    the same segments share calls."""
     assert len(segments) == q.shape[0] and all(sum(row) == q.shape[2] for row in segments), (segments, q.shape)
     if flash_takes(q, v):
         return flash_packed(q, k, v, segments, q.shape[-1] ** -0.5 if scale is None else scale)

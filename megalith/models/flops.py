@@ -10,7 +10,8 @@ from megalith.models.stage import Stage
 from megalith.spec.model import ModelSpec
 
 CONVENTION = (
-    "PaLM's count (Chowdhery et al. 2022, appendix B): matrix products, attention in full although causal, no recomputation"
+    "counted as for PaLM (Chowdhery et al. 2022, appendix B): matrix products, with full attention although it is causal, "
+    "without recomputation"
 )
 
 
@@ -22,7 +23,6 @@ def flops_per_token(spec: ModelSpec, seq_len: int) -> float:
 
 
 def _trace(spec: ModelSpec, part: int, seq_len: int) -> int:
-    """FLOPs of one part's forward and backward on one sequence."""
     with torch.device("meta"):
         stage = Stage(spec, part, part + 1)
         x = torch.empty(1, seq_len, spec.dim, requires_grad=True)

@@ -15,8 +15,8 @@ from megalith.models.stage import Stage
 
 
 class CachedCore(nn.Module):
-    """Runs `core` with a cache of the keys and values that it can still attend to. The first call reads the prompt, each later call one
-    token."""
+    """Runs `core` with a cache of the keys and values that later tokens can attend to. The first call reads the prompt; each later call
+    reads one token."""
 
     def __init__(self, core: CausalCore) -> None:
         super().__init__()
@@ -57,10 +57,10 @@ def generate(
     Raises ValueError if the prompt is empty, or if the prompt and the new tokens exceed the model's context.
     """
     if not prompt:
-        raise ValueError("an empty prompt: give at least one token (the end-of-text token begins a new document)")
+        raise ValueError("the prompt is empty: give at least one token (the end-of-text token begins a new document)")
     if len(prompt) + tokens > model.spec.context:
         raise ValueError(
-            f"{len(prompt)} tokens of prompt and {tokens} new ones are more than the model's context of {model.spec.context}; "
+            f"{len(prompt)} prompt tokens and {tokens} new tokens exceed the model's context of {model.spec.context} tokens; "
             f"ask for at most {model.spec.context - len(prompt)} new tokens, or shorten the prompt"
         )
     device = next(model.parameters()).device
@@ -90,7 +90,6 @@ def generate(
 
 
 def _choose(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator) -> int:
-    """Choose one token from [vocab] logits."""
     if temperature == 0:
         return int(logits.argmax())
     values, order = (logits / temperature).sort(descending=True)

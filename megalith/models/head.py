@@ -17,10 +17,11 @@ from megalith.spec.model import EmbeddingSpec, HeadSpec, MtpSpec
 
 
 class CrossEntropy(nn.Module):
-    """Mean next-token loss over the run's valid targets. Vocabulary parallelism replaces this module.
+    """Next-token cross-entropy, summed over this microbatch's valid targets and multiplied by `batch.loss_scale`. Vocabulary parallelism
+    replaces this module.
 
-    `multiply` computes the products with the weight; `logit_scale` and `softcap` are passed to `kernels.cross_entropy.finish`. `of_token`:
-    the user's own loss function for a token, if the run has one.
+    `multiply` computes the products with the weight; `logit_scale` and `softcap` are passed to `kernels.cross_entropy.finish`. `of_token`
+    is the user's own loss function for a token, if the run has one.
     """
 
     of_token: TokenLoss | None = None
@@ -85,7 +86,8 @@ class MtpModule(nn.Module):
         self.norm = norm(dim, spec.block.norm)
 
     def forward(self, hidden: Float[Tensor, "batch seq dim"], tokens: Tensor, batch: Batch) -> Float[Tensor, "batch seq dim"]:
-        """`hidden` and the result are normalised like the input of the output projection. `tokens` [batch, seq] are the later tokens."""
+        """`hidden` and the result are normalised, as the output projection needs its input. `tokens` [batch, seq]: the later token of each
+        position."""
         embedded = self.norm_embedding(self.embedding(tokens, batch))
         x = torch.cat((embedded, self.norm_hidden(hidden)), dim=-1)  # in the order of the released weights
         return self.norm(self.block(self.project(x), batch))
@@ -95,7 +97,7 @@ class Head(nn.Module):
     """Final norm and output; with `spec.ahead`, the losses of multi-token prediction are added to the objective, but not to the nll."""
 
     def __init__(self, dim: int, spec: HeadSpec, embedding: EmbeddingSpec, rope_slot: int = 0) -> None:
-        """`rope_slot`: the index in `batch.rotary` of the angles that the blocks of `spec.ahead` use."""
+        """`rope_slot`: the index in `batch.rotary` of the rotary tables that the blocks of multi-token prediction (`spec.ahead`) use."""
         super().__init__()
         self.norm = norm(dim, spec.norm)
         self.output = Output(dim, spec)

@@ -21,14 +21,14 @@ RESIDUAL_OUTPUTS = ("attention.out.weight", "mamba.out.weight", "mlp.down.weight
 
 
 def seed_of(seed: int, name: str) -> int:
-    """A 63-bit seed for one random stream of a run: a parameter, sample or step, by its name."""
+    """Return the 63-bit seed of one random stream of a run: that of a parameter, sample or step with this `name`."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little") >> 1
 
 
 @dataclass(frozen=True)
 class HeldExperts:
-    """The experts of a layer that a rank holds, beginning with expert `first`. It holds part number `part` of `parts` of each matrix, along
-    `dim`."""
+    """The experts of one layer that a rank holds: consecutive experts, beginning with number `first`. Each matrix is cut into `parts` equal
+    parts along `dim`, and the rank holds part number `part`."""
 
     first: int
     dim: int = 0
@@ -40,10 +40,11 @@ class HeldExperts:
 def initialise(
     part: nn.Module, *, name: str, spec: ModelSpec, seed: int, held: Mapping[nn.Parameter, HeldExperts] | None = None
 ) -> None:
-    """Give a plain part its first values: a factor of 1 in norms, 0 in biases and buffers, N(0, init_std²) in matrices. Matrices that write
-    to the residual stream use init_std / sqrt(2 · layers), so that its variance does not grow with depth (GPT-2, Radford et al. 2019,
-    §2.3). `spec.families.parametrization` may scale these deviations. The other parameters of Mamba-2 start as in its authors' code
-    (RATES). A user's own parts declare their first values. Each expert is drawn separately, so a rank draws only the experts in `held`."""
+    """Set the first values of a part that is not split yet: a factor of 1 in norms, 0 in biases and buffers, N(0, init_std²) in matrices.
+    Matrices that write to the residual stream use init_std / sqrt(2 · layers), so that its variance does not grow with depth (GPT-2,
+    Radford et al. 2019, §2.3). `spec.families.parametrization` may scale these standard deviations. The other parameters of Mamba-2 start
+    as in its authors' code (RATES). A user's own part declares its own first values. Each expert is drawn separately, so a rank draws only
+    the experts in `held`."""
     tied, declared = tied_names(spec), dict[str, First]()
     for path, module in part.named_modules():
         if (own := declaration(module)) is not None:
@@ -73,7 +74,6 @@ def initialise(
 
 
 def _fill(parameter: Tensor, name: str, first: First, *, spec: ModelSpec, seed: int) -> None:
-    """Give a declared parameter of a user's own part its first values."""
     if first in ("ones", "zeros"):
         parameter.fill_(float(first == "ones"))
     else:
@@ -81,7 +81,7 @@ def _fill(parameter: Tensor, name: str, first: First, *, spec: ModelSpec, seed: 
 
 
 def _step(drawn: Tensor) -> Tensor:
-    """The inverse softplus of step sizes between 0.001 and 0.1, evenly spread in their logarithm."""
+    """Return the inverse softplus of step sizes between 0.001 and 0.1 whose logarithms are evenly distributed."""
     sizes = torch.exp(math.log(0.001) + drawn * math.log(100))
     return sizes + torch.log(-torch.expm1(-sizes))
 
@@ -91,8 +91,8 @@ RATES: dict[str, Callable[[Tensor], Tensor]] = {
     "step": _step,
     "skip": torch.ones_like,
 }
-"""First values of a head's `Rates` from numbers drawn evenly from [0, 1), as in mamba_ssm/modules/mamba2.py: decay rates between 1 and 16,
-and a factor of 1 for the input that bypasses the state."""
+"""Functions that turn random numbers from [0, 1) into the first values of `Rates`, as in mamba_ssm/modules/mamba2.py: decay rates lie
+between 1 and 16, and `skip` is 1, so that the whole input also bypasses the state."""
 
 
 def _uniform(like: Tensor, name: str, *, seed: int) -> Tensor:
@@ -104,7 +104,6 @@ def _draw(weight: Tensor, name: str, *, spread: float, seed: int) -> None:
 
 
 def _draw_part(matrix: Tensor, held: HeldExperts, name: str, *, spread: float, seed: int) -> None:
-    """Draw one expert's whole matrix, and keep this rank's part."""
     sizes = list(matrix.shape)
     sizes[held.dim] *= held.parts
     whole = matrix if held.parts == 1 else matrix.new_empty(sizes)
@@ -114,7 +113,6 @@ def _draw_part(matrix: Tensor, held: HeldExperts, name: str, *, spread: float, s
 
 
 def _spread(name: str, spec: ModelSpec) -> float:
-    """Standard deviation of a matrix's first values."""
     if name == "embedding.weight":
         return spec.embedding.init_std or spec.init_std
     if name == "head.output.weight" or name.startswith("embedding."):

@@ -14,11 +14,12 @@ from megalith.spec.model import LatentAttentionSpec
 
 
 class LatentAttention(nn.Module):
-    """Keys and values of all heads come from one small latent vector per token; queries may come from another.
+    """The keys and values of all heads are projected from one small latent vector per token; queries may be projected from a second latent
+    vector.
 
     A head's query and key have `nope_dim` channels without rotation, followed by `rope_dim` rotated ones; all heads share the rotated part
-    of the key. The number of heads is inferred (-1), so a rank with a share of the heads runs the same code. Every rank has the whole
-    projection down to the latents (`q_down`, `kv_down` and the norms).
+    of the key. The code infers the number of heads (-1), so a rank with a share of the heads runs the same code. Tensor parallelism does
+    not split the projections down to the latent vectors (`q_down`, `kv_down`) and the norms.
     """
 
     def __init__(self, dim: int, spec: LatentAttentionSpec, rope_slot: int = 0) -> None:
@@ -44,12 +45,14 @@ class LatentAttention(nn.Module):
         return self.out(self.attend(source, self.kv_down(x), batch).flatten(-2))
 
     def attend(self, source: Tensor, latent: Tensor, batch: Batch) -> Tensor:
-        """Attention on the inputs of `expand`. Recomputation of queries, keys and values replaces this method."""
+        """Expand the latents to queries, keys and values, and compute attention. Recomputation of queries, keys and values replaces this
+        method."""
         return self.core(*self.expand(source, latent, batch), batch)
 
     def expand(self, source: Tensor, latent: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [batch, seq, heads, channels]. `source`: the queries' latents, or the layer's input if they have none;
-        `latent`: the latents of keys and values, followed by the key's shared channels."""
+        """Return queries, keys and values [batch, seq, heads, channels]. `source`: the queries' latent vectors, or the layer's input if
+        queries have no latent vectors; `latent`: the latent vectors of keys and values, followed by the key channels that all heads
+        share."""
         spec, (cos, sin) = self.spec, batch.rotary[self.rope_slot]
         q = self.q(source) if spec.q_rank is None else self.q_up(self.q_norm(source))
         q = q.unflatten(-1, (-1, spec.nope_dim + spec.rope_dim))

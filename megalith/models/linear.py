@@ -7,10 +7,11 @@ from megalith.kernels.multiply import Multiply
 
 
 class Linear(nn.Linear):
-    """torch's linear layer, except that `multiply`, which recipes and overlap replace, computes its products. It has no bias by default.
+    """torch's linear layer, but without a bias by default, and with a child module `multiply` that computes the products. Recipes and
+    overlap replace this module.
 
-    A rank with a share of a layer may compute only the outputs `rows`, or leave the bias to the function that adds up the ranks' partial
-    sums.
+    Under tensor parallelism, a rank may compute only the outputs `rows`, or leave out the bias, which is then added after the sum over the
+    ranks.
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
@@ -23,6 +24,6 @@ class Linear(nn.Linear):
         return self.multiply(input, *self.factors())
 
     def factors(self) -> tuple[Tensor, Tensor | None]:
-        """The weight and the bias of the outputs computed here."""
+        """Return the weight and the bias of the outputs that this rank computes."""
         weight, bias = self.weight, self.bias if self.adds_bias else None
         return (weight, bias) if self.rows is None else (weight[self.rows], None if bias is None else bias[self.rows])

@@ -13,7 +13,8 @@ Documents = Int[Tensor, "batch seq"]
 
 
 class CausalConv(nn.Module):
-    """Weighted sum of each channel's last `width` values, plus a bias. Values from before the token's document do not count."""
+    """Causal convolution: for each channel, a weighted sum of the last `width` values, plus a bias. Values from before the token's document
+    count as zero."""
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
@@ -32,8 +33,8 @@ class CausalConv(nn.Module):
 
 
 class GatedNorm(nn.Module):
-    """RMS norm of x silu(gate), in fp32, over the `width` channels of each group, so that a rank with a share of the groups runs the same
-    code."""
+    """RMS norm of x silu(gate), in fp32 or wider. Each group of `width` channels is normalised by itself, so a rank with a share of the
+    groups runs the same code."""
 
     def __init__(self, channels: int, width: int, eps: float) -> None:
         super().__init__()
@@ -48,7 +49,8 @@ class GatedNorm(nn.Module):
 
 
 class Rates(nn.Module):
-    """Parameters of a head: the log of its state's decay rate, the bias of its step sizes, and how much of its input bypasses the state."""
+    """Parameters of each head: the logarithm of its state's decay rate, the bias of its step sizes, and the factor of the input that
+    bypasses the state."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -58,8 +60,8 @@ class Rates(nn.Module):
 
 
 class MambaCore(nn.Module):
-    """Convolution, recurrence and gated norm, between the projections. Sizes are inferred (-1), so a rank with a share of the groups and
-    their heads runs the same code. With `batch.segments` each document begins with an empty state."""
+    """The part of a Mamba-2 layer between its projections: convolution, recurrence and gated norm. The code infers sizes (-1), so a rank
+    with a share of the groups and their heads runs the same code. With `batch.segments`, each document begins with an empty state."""
 
     def __init__(self, spec: MambaSpec) -> None:
         super().__init__()
@@ -95,8 +97,8 @@ class MambaCore(nn.Module):
 
 
 class Mamba(nn.Module):
-    """Mamba-2's layer. Other implementations have one projection for all inputs. Here the projections are separate, so that each can be
-    split by heads or groups."""
+    """A Mamba-2 layer. Other implementations compute all inputs of the recurrence with one projection; this layer has one projection per
+    input, so that each can be split by heads or groups."""
 
     def __init__(self, dim: int, spec: MambaSpec) -> None:
         super().__init__()
@@ -122,9 +124,9 @@ def ssd(
     chunk: int,
     documents: Documents | None = None,
 ) -> Float[Tensor, "batch seq heads channels"]:
-    """Return y of the recurrence h_t = exp(decay_t) h_{t-1} + x_t b_tᵀ, y_t = h_t c_t (section 6 of the paper). Inside a chunk, of any
-    length `chunk`, it is computed as attention without softmax; between chunks, states are passed on. h begins at 0 in every document.
-    Heads of a group share b and c.
+    """Return y of the recurrence h_t = exp(decay_t) h_{t-1} + x_t b_tᵀ, y_t = h_t c_t (section 6 of the paper). Inside a chunk of `chunk`
+    tokens, the recurrence is computed as attention without softmax; between chunks, states are passed on. The result does not depend on the
+    chunk length. h begins at 0 in every document. Heads of a group share b and c.
     """
     seq, groups = x.shape[1], b.shape[2]
     chunk = min(chunk, seq)
@@ -152,8 +154,8 @@ def ssd(
 
 
 def _pass_on(states: Tensor, kept: Tensor) -> Tensor:
-    """Return the initial state of each chunk: the sum of the earlier chunks' `states` [batch chunks groups heads channels state]. Each
-    chunk in between multiplies the sum by its `kept` [batch chunks groups heads]."""
+    """Return the initial state of each chunk. After each chunk, the state is multiplied by `kept` [batch chunks groups heads], and the
+    chunk's own `states` [batch chunks groups heads channels state] are added."""
     held, found = torch.zeros_like(states[:, 0]), []
     for number in range(states.shape[1]):
         found.append(held)
@@ -175,11 +177,10 @@ def _where(mask: Tensor | None, x: Tensor) -> Tensor:
 
 
 def _work(x: Tensor) -> torch.dtype:
-    """Return the dtype of sums over many tokens: fp32 at least."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 @torch.compiler.disable  # the lengths differ in every batch: compiled code would be compiled again for each
 def documents_of(segments: SegmentLengths, device: torch.device) -> Documents:
-    """The number of each token's document in its row."""
+    """Return, for each token, the index of its document within its row."""
     return torch.tensor([[number for number, length in enumerate(row) for _ in range(length)] for row in segments], device=device)

@@ -14,8 +14,6 @@ from megalith.spec.model import MlpSpec
 
 
 class _SquaredRelu(torch.autograd.Function):
-    """Squared ReLU that saves only its input, the result of a product. Its output can be computed again."""
-
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)

@@ -1,4 +1,5 @@
-"""Mixture of experts, in steps that pass only tensors to each other. Expert parallelism replaces the dispatch of tokens to experts."""
+"""Mixture of experts, computed in steps whose inputs and outputs are tensors. Expert parallelism replaces the dispatch of tokens to
+experts."""
 
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -22,8 +23,8 @@ from megalith.spec.model import MlpSpec, MoeSpec
 
 
 class Experts(nn.Module):
-    """Several experts: each computes down(activation(gate x) * up x) or down(activation(up x)). A rank may hold some experts, or a part of
-    each."""
+    """Several experts: each computes down(activation(gate x) * up x) or down(activation(up x)). A rank may hold only some experts, or only
+    a part of each expert's matrices."""
 
     gate: nn.Parameter | None
 
@@ -56,7 +57,7 @@ class Pending(Protocol):
 
 @dataclass(frozen=True)
 class LocalRows:
-    """Rows that needed no exchange."""
+    """Rows of a process that has all experts, so that no message is sent."""
 
     rows: Tensor
 
@@ -66,8 +67,8 @@ class LocalRows:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Routing data of one microbatch's rows: the number of `rows` that this rank sends, and the `sizes` of the experts' parts of the
-    received rows."""
+    """Row counts of one microbatch's dispatch. `rows`: the number of rows that this rank sends; `sizes`: the number of received rows for
+    each expert."""
 
     rows: int
     sizes: Sizes
@@ -77,7 +78,7 @@ class TokenDispatcher(Protocol):
     """Dispatch of tokens to experts, and combination of the results."""
 
     def enter(self, x: Tensor) -> Tensor:
-        """Select the tokens of [batch, seq, ...] that this rank sends to the experts. Differentiable."""
+        """Select from x [batch, seq, ...] the tokens that this rank sends to the experts. Differentiable."""
         ...
 
     def leave(self, x: Tensor) -> Tensor:
@@ -85,8 +86,8 @@ class TokenDispatcher(Protocol):
         ...
 
     def plan(self, counts: Tensor, kept: int | None, even: EvenRouting | None) -> Traffic:
-        """Plan the exchange from `counts` [experts] of the rows to send; `kept` is their number, if known; `even`: tokens are
-        distributed evenly."""
+        """Plan the exchange. `counts` [experts]: the number of rows to send to each expert; `kept`: the sum of `counts`, if the host knows
+        it; `even`: given if tokens are distributed evenly, so that all counts are known without communication."""
         ...
 
     def dispatch(self, rows: Tensor, traffic: Traffic) -> Tensor:
@@ -98,19 +99,20 @@ class TokenDispatcher(Protocol):
         ...
 
     def start_dispatch(self, rows: Tensor, traffic: Traffic) -> Pending:
-        """`dispatch`, started, without autograd. Also the backward of `combine`."""
+        """Start `dispatch`, without autograd. The backward of `combine` also calls this method."""
         ...
 
     def start_combine(self, rows: Tensor, traffic: Traffic) -> Pending:
-        """`combine`, started, without autograd. Also the backward of `dispatch`."""
+        """Start `combine`, without autograd. The backward of `dispatch` also calls this method."""
         ...
 
     def arrive(self, rows: Tensor, traffic: Traffic) -> Tensor:
-        """Return rows [sent, n], sorted by expert, as this rank's experts receive them. Without autograd."""
+        """Send rows [sent, n], sorted by expert, to the experts' ranks; return the rows that this rank's experts receive. Without
+        autograd."""
         ...
 
     def run(self, experts: Experts, rows: Tensor, traffic: Traffic) -> Tensor:
-        """Apply this rank's experts to the received rows; the results are in the order of the rows."""
+        """Apply this rank's experts to the received rows; return one result per row, in the order of the rows."""
         ...
 
 
@@ -151,7 +153,7 @@ class LocalDispatcher:
 
 @dataclass(frozen=True)
 class PendingUnpack:
-    """Rows in flight in 8 bits, which are unpacked when they arrive."""
+    """Rows that are sent in 8 bits; `wait` converts them to `dtype` when they have arrived."""
 
     pending: Pending
     columns: int
@@ -167,7 +169,8 @@ def _packed(rows: Tensor, scaling: Scaling, exchange: TokenDispatcher, traffic: 
 
 
 class _Packed(torch.autograd.Function):
-    """Dispatch in 8 bits. Gradients ignore the rounding and are sent in their own format, because 8 bits would cost accuracy."""
+    """Dispatch in 8 bits. Backward treats the rounding as the identity and sends the gradients in their own format, because gradients in 8
+    bits would lose accuracy."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, scaling: Scaling, exchange: TokenDispatcher, traffic: Traffic) -> Tensor:
@@ -180,7 +183,7 @@ class _Packed(torch.autograd.Function):
 
 
 class _RoundedGradient(torch.autograd.Function):
-    """Returns the tokens' sums unchanged. Backward rounds their gradients as if they were sent in 8 bits."""
+    """Returns `tokens` unchanged. Backward rounds the gradients of the tokens as if they were sent in 8 bits."""
 
     @staticmethod
     def forward(ctx, tokens: Tensor, scaling: Scaling) -> Tensor:
@@ -194,7 +197,8 @@ class _RoundedGradient(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Destinations:
-    """One microbatch's tokens in flight: their order, the weights of the results, and the counts for each rank."""
+    """Destinations of one microbatch's tokens: the order of their rows by expert, the routing weights of the results, and the row
+    counts."""
 
     order: Order
     weights: Tensor  # [tokens sent, active], fp32
@@ -205,9 +209,10 @@ class Destinations:
 class Moe(nn.Module):
     """The weighted sum of each token's `active` experts, plus a shared expert if the model has one. A token skips an expert that is full.
 
-    An executor may run each step of `forward` in its own autograd graph, and other work while rows are in flight. The steps: `route`,
-    `enter` and `plan_dispatch` (attention's side), `start_dispatch`, `run` (the experts), `dispatcher.start_combine`, `leave`;
-    `shared_expert` at any time; in backward, `start_combine_backward`. A dispatch is the backward of a combine, and vice versa.
+    An executor may run each step of `forward` in an autograd graph of its own, and do other work while rows are in flight. The steps of
+    `forward` are, in order, `route`, `enter`, `plan_dispatch`, `start_dispatch`, `run` (the experts), `dispatcher.start_combine`, and
+    `leave`; `shared_expert` may run at any time. Backward begins with `start_combine_backward`. The backward of a combine is a dispatch,
+    and vice versa.
     """
 
     def __init__(self, dim: int, spec: MoeSpec) -> None:
@@ -237,17 +242,17 @@ class Moe(nn.Module):
         return self.router(x, batch, self.sets)
 
     def prepare_dispatch(self, x: Tensor, routing: Routing) -> tuple[Tensor, Destinations]:
-        """The rows [sent, dim] to dispatch, sorted by expert."""
+        """Return the rows [sent, dim] to dispatch, sorted by expert, and their destinations."""
         own, weights = self.enter(x, routing)
         destinations = self.plan_dispatch(routing, weights)
         return self.permute(own, destinations.order), destinations
 
     def enter(self, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-        """The tokens [tokens, dim] that this rank sends, and their weights [tokens, active]."""
+        """Return the tokens [tokens, dim] that this rank sends, and their routing weights [tokens, active]."""
         return self.dispatcher.enter(x).flatten(0, 1), self.dispatcher.enter(routing.weights).flatten(0, 1)
 
     def plan_dispatch(self, routing: Routing, weights: Tensor) -> Destinations:
-        """Assign the routed tokens to rows of experts."""
+        """Order the routed tokens by expert, and plan their dispatch."""
         choices = self.sets.own(routing.choices)
         batch, seq, active = choices.shape
         choices = choices.flatten(0, 1)  # [tokens, active]
@@ -265,21 +270,21 @@ class Moe(nn.Module):
         return Destinations(order, weights, batch, traffic)
 
     def _tokens_of(self, work: Tokens, seq: int, order: Order, traffic: Traffic) -> Tensor:
-        """Return the number of the token of each row that this rank's experts compute."""
+        """Return, for each row that this rank's experts receive, the number of its token."""
         spans = (torch.arange(span.start, span.stop, device=work.samples.device) for span in self.sets.spans(seq))
         numbers = self.sets.own(replace(work, positions=torch.cat([*spans])).numbers)
         return self.dispatcher.arrive(rows_of(numbers.reshape(-1, 1), order), traffic).flatten()
 
     def dispatch(self, rows: Tensor, traffic: Traffic) -> Tensor:
         """Send rows [sent, dim] to the ranks of their experts, in the format to which the experts round them. Differentiable: the gradients
-        of the received rows are sent back in the wide format."""
+        of the received rows are sent back unrounded."""
         scaling = self.experts.multiply.dispatched_as
         if scaling is None:
             return self.dispatcher.dispatch(rows, traffic)
         return _Packed.apply(rows, scaling, self.dispatcher, traffic)  # pyright: ignore[reportReturnType]
 
     def start_dispatch(self, rows: Tensor, traffic: Traffic) -> Pending:
-        """`dispatch`, started, without autograd."""
+        """Start `dispatch`, without autograd."""
         scaling = self.experts.multiply.dispatched_as
         return (
             self.dispatcher.start_dispatch(rows, traffic) if scaling is None else _packed(rows, scaling, self.dispatcher, traffic)
@@ -290,8 +295,8 @@ class Moe(nn.Module):
         return self.dispatcher.run(self.experts, rows, destinations.traffic)
 
     def start_combine_backward(self, grads: Tensor, traffic: Traffic) -> Pending:
-        """Start to send the gradients [sent, dim] of the weighted results to the ranks of their experts, in the run's format for gradients.
-        Without autograd."""
+        """Start to send the gradients [sent, dim] of the weighted results to the ranks of their experts, in the format in which the run
+        dispatches gradients. Without autograd."""
         scaling = self.experts.multiply.gradients_dispatched_as
         return (
             self.dispatcher.start_dispatch(grads, traffic)
@@ -300,8 +305,8 @@ class Moe(nn.Module):
         )
 
     def finish_combine(self, rows: Tensor, destinations: Destinations) -> Tensor:
-        """Each token's weighted sum [batch, seq, dim] of the rows that came back. Gradients are rounded as `start_combine_backward` sends
-        them, so all copies of a token get the same gradient."""
+        """Return, for each token, the weighted sum [batch, seq, dim] of the experts' results that came back. If gradients are dispatched in
+        8 bits, backward rounds a token's gradient before, so that all experts of the token get the same gradient."""
         tokens, scaling = (
             self.unpermute(rows, destinations.weights, destinations.order),
             self.experts.multiply.gradients_dispatched_as,
@@ -310,21 +315,21 @@ class Moe(nn.Module):
         return self.leave(tokens, destinations)  # pyright: ignore[reportArgumentType]
 
     def leave(self, tokens: Tensor, destinations: Destinations) -> Tensor:
-        """The tokens [tokens, dim] that this rank sent -> [batch, seq, dim]: the inverse of `enter`."""
+        """Turn the tokens [tokens, dim] that this rank sent into [batch, seq, dim]: the inverse of `enter`."""
         return self.dispatcher.leave(tokens.unflatten(0, (destinations.batch, -1)))
 
     def shared_expert(self, x: Tensor) -> Tensor | None:
-        """The shared expert's output [batch, seq, dim]; None without a shared expert."""
+        """Return the shared expert's output [batch, seq, dim]; None if the model has no shared expert."""
         if self.shared is None:
             return None
         out = self.shared(x)
         return out if self.shared_gate is None else out * F.sigmoid(self.shared_gate(x))
 
     def end_of_step(self, counts: Tensor) -> None:
-        """Update the router from `counts` summed over all ranks, once after each step."""
+        """Update the router after a step from `counts`, the step's choices of each expert summed over all ranks."""
         self.router.end_of_step(counts)
 
     def metrics(self) -> dict[str, float]:
         """Return statistics of the last step's global batch: "max_load" (largest over mean), "entropy" of the loads (1: even), and the
-        fraction of choices "dropped". Empty before the first step."""
+        fraction of choices "dropped". The result is empty before the first step."""
         return self.router.metrics()

@@ -23,10 +23,10 @@ class OwnModule:
 
 
 def own_part(name: str, dim: int, spec: Any, *more: Any) -> nn.Module:
-    """Build a user's own part. Its class is called with `dim`, `spec` and `more`, in this order.
+    """Build a user's own part. The part's class is called with `dim`, `spec` and `more`, in this order.
 
-    Raises own.OwnPartError if the module's parameters are not the declared ones, or if it has buffers. Raises AbsentError if the part has
-    not been imported."""
+    Raises own.OwnPartError if the module's parameters differ from the declared tensors, or if the module has buffers. Raises AbsentError if
+    the part has not been imported."""
     row, tensors = PARTS[name], declared(name, dim, spec)
     make: Any = own.load(row.module)
     try:
@@ -42,12 +42,12 @@ def own_part(name: str, dim: int, spec: Any, *more: Any) -> nn.Module:
             f"{path} {list(shape)}" for path, shape in [*made, *stated] if ((path, shape) in made) != ((path, shape) in stated)
         ]
         raise own.OwnPartError(
-            f"{row.module} and the tensors that {name} declares differ: {', '.join(odd) or 'in their order'}. Declare each parameter "
-            "of the module, in its order"
+            f"{row.module} and the tensors that {name} declares differ: {', '.join(odd) or 'in their order'}. Declare one tensor for each "
+            "parameter of the module, in the module's order"
         )
     if buffers := [path for path, _ in module.named_buffers()]:
         raise own.OwnPartError(
-            f"{row.module} has buffers ({', '.join(buffers)}), which checkpoints do not hold: compute them in forward"
+            f"{row.module} has buffers ({', '.join(buffers)}), but checkpoints do not hold them. Compute them in forward"
         )
     core = getattr(module, "core", None)
     if row.core and not isinstance(core, CausalCore):
@@ -57,8 +57,8 @@ def own_part(name: str, dim: int, spec: Any, *more: Any) -> nn.Module:
         )
     if row.core and type(core) is not CausalCore:
         raise own.OwnPartError(
-            f"{name} says core = True, but the core of {row.module} is a {type(core).__name__}: a subclass computes something else, which "
-            "context ranks and generation would leave out: say core = False"
+            f"{name} says core = True, but the core of {row.module} is a {type(core).__name__}. Context parallelism and generation replace "
+            "the core and would lose what this subclass computes. Say core = False"
         )
     module.declared = OwnModule(name, row.kind, tensors)  # pyright: ignore[reportArgumentType]  # no tensor, no module
     return module
@@ -71,7 +71,7 @@ def declaration(module: nn.Module) -> OwnModule | None:
 
 
 def mixes_in_core(attention: nn.Module) -> bool:
-    """True if tokens see each other only through `attention.core`, so that the core may be replaced: Megalith's own attention, or a user's
-    own part that declares `core`."""
+    """True if tokens see each other only through `attention.core`, so that another core may replace it, as in Megalith's own attention and
+    in a user's own part that declares `core`."""
     found = declaration(attention)
     return found is None or PARTS[found.name].core

@@ -23,7 +23,8 @@ def frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
 
 
 def _stretched(plain: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama 3.1: wavelengths beyond the original context are stretched by `factor`, short ones stay, and those between are interpolated."""
+    """Scale frequencies as in Llama 3.1: wavelengths beyond the original context are stretched by `factor`, short wavelengths do not
+    change, and wavelengths between the two limits are interpolated."""
     turns = scaling.original_context * plain / (2 * math.pi)  # turns each pair makes within the first context
     span = scaling.high_freq_factor - scaling.low_freq_factor
     kept = ((turns - scaling.low_freq_factor) / span).clamp(0, 1)
@@ -31,13 +32,13 @@ def _stretched(plain: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _interpolated(plain: Tensor, theta: float, scaling: YarnScaling) -> Tensor:
-    """YaRN (arXiv:2309.00071, section 3.2): channel pairs that make more than `beta_fast` turns within the original context stay, and pairs
-    that make fewer than `beta_slow` are slowed by `factor`. Between them the factor follows a ramp over pair numbers. The ramp's ends are
-    rounded outwards to whole pairs, as in the released code."""
+    """YaRN (arXiv:2309.00071, section 3.2): the frequencies of channel pairs that make more than `beta_fast` turns within the original
+    context do not change, and those of pairs with fewer than `beta_slow` turns are divided by `factor`. Between the two limits, the
+    original and the divided frequency are mixed linearly by pair number. The limits are rounded outwards to whole pair numbers, as in the
+    released code."""
     channels = 2 * len(plain)
 
     def pair(turns: float) -> float:
-        """The number of the pair that makes this many turns within the original context."""
         return channels * math.log(scaling.original_context / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = max(math.floor(pair(scaling.beta_fast)), 0), min(math.ceil(pair(scaling.beta_slow)), channels - 1)
@@ -47,14 +48,15 @@ def _interpolated(plain: Tensor, theta: float, scaling: YarnScaling) -> Tensor:
 
 
 def magnitude(scaling: RopeScaling | YarnScaling | LinearScaling | None) -> float:
-    """Factor of the rotated channels of queries and keys: YaRN's temperature, as the ratio of DeepSeek-V2's two `mscale`s."""
+    """Return the factor by which YaRN multiplies the rotated channels of queries and keys: the ratio of DeepSeek-V2's two `mscale`
+    values."""
     if not isinstance(scaling, YarnScaling):
         return 1.0
     return _mscale(scaling.factor, scaling.mscale) / _mscale(scaling.factor, scaling.mscale_all_dim)
 
 
 def temperature(scaling: RopeScaling | YarnScaling | LinearScaling | None) -> float:
-    """Factor of the scores over all channels of a query and a key (DeepSeek-V2's `mscale_all_dim`, squared)."""
+    """Return the factor by which YaRN multiplies attention scores (computed from DeepSeek-V2's `mscale_all_dim`, squared)."""
     if not isinstance(scaling, YarnScaling):
         return 1.0
     return _mscale(scaling.factor, scaling.mscale_all_dim) ** 2
@@ -65,9 +67,10 @@ def _mscale(factor: float, weight: float) -> float:
 
 
 def tables(spec: RopeSpec, head_dim: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of each position's angles: fp32 [..., seq, 1, head_dim / 2], ready to rotate [..., seq, heads, head_dim].
+    """Return the cosines and sines of each position's angles, fp32 [..., seq, 1, head_dim / 2], which rotate queries and keys [..., seq,
+    heads, head_dim].
 
-    Angles are formed in fp32 from fp32 frequencies, as the published weights were trained. Both tables are multiplied by YaRN's
+    Angles are computed in fp32 from fp32 frequencies, as in the training of the published weights. Both tables are multiplied by YaRN's
     `magnitude`.
     """
     turn = frequencies(spec, head_dim).to(positions.device, torch.float32)

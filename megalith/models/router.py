@@ -17,7 +17,7 @@ from megalith.spec.model import RouterSpec
 
 @dataclass(frozen=True)
 class Routing:
-    """Destinations of the tokens of [batch, seq]: `active` experts each, best first."""
+    """The `active` experts of each token of [batch, seq], best first."""
 
     choices: Tensor  # [batch, seq, active], numbers of experts
     weights: Tensor  # [batch, seq, active], fp32, differentiable; carries the balance losses
@@ -26,34 +26,33 @@ class Routing:
 
 
 class BalanceSets(Protocol):
-    """The sets of tokens over which loads are measured. Ranks that share a set add up their counts; in one process there is
-    nothing to add."""
+    """The sets of tokens over which the experts' loads are measured. Ranks whose tokens belong to one set add up their counts."""
 
     sequence_ranks: int  # ranks that have a part each of every sequence
 
     def over_sequence(self, counts: Tensor) -> Tensor:
-        """Turn counts [batch, experts] of this rank's part of each sequence into counts of the whole sequences."""
+        """Return, from counts [batch, experts] for this rank's part of each sequence, the counts for the whole sequences."""
         ...
 
     def over_batch(self, counts: Tensor) -> Tensor:
-        """Turn counts [experts] of this rank's part of a microbatch into counts of the same microbatch of all data ranks."""
+        """Return, from counts [experts] for this rank's part of a microbatch, the counts for this microbatch on all data ranks together."""
         ...
 
     def spans(self, seq: int) -> tuple[range, ...]:
-        """Positions of this rank's `seq` tokens within the sequence, in order."""
+        """Return the positions of this rank's `seq` tokens within the sequence, in order."""
         ...
 
     def earlier(self, choices: Tensor) -> Tensor:
-        """For each choice [batch, seq, active], the number of earlier choices of the same expert in its whole sequence."""
+        """Return, for each choice [batch, seq, active], how many earlier tokens of the whole sequence chose the same expert."""
         ...
 
     def own(self, choices: Tensor) -> Tensor:
-        """Select the tokens of [batch, seq, ...] that this rank counts and no other."""
+        """Select from `choices` [batch, seq, ...] the tokens that only this rank counts, so that no token is counted twice."""
         ...
 
 
 class LocalBalanceSets:
-    """The sets of a process that has every token."""
+    """Balance sets of a process that has all tokens of a microbatch."""
 
     sequence_ranks = 1
 
@@ -75,7 +74,7 @@ class LocalBalanceSets:
 
 @dataclass(frozen=True)
 class RoutingRecord:
-    """The routing of one microbatch, to compare two runs: a choice that differs despite a wide margin is an error."""
+    """The routing of one microbatch, to compare two runs. A choice may differ by rounding only if its margin is small."""
 
     batch: Batch
     choices: Tensor  # [batch, seq, active], ascending
@@ -83,17 +82,18 @@ class RoutingRecord:
 
 
 class Router(nn.Module):
-    """Scores of each expert in fp32 (Switch Transformer, Fedus et al. 2022, section 2.4: bf16 here diverges), and the choice of
-    experts by these scores.
+    """Scores of each expert in fp32 (Switch Transformer, Fedus et al. 2022, section 2.4: bf16 here diverges), and the choice of experts by
+    these scores.
 
-    - Switch (arXiv:2101.03961): softmax, the best expert, weighted by its probability; `capacity` an expert and sequence.
+    - Switch (arXiv:2101.03961): softmax; only the best expert, weighted by its probability; `capacity` limits the tokens of an expert in a
+      sequence.
     - Mixtral (arXiv:2401.04088): softmax over the logits of the chosen two experts, which equals the softmax over all experts, normalised.
     - DeepSeek-V2 (arXiv:2405.04434): softmax; experts from the `active_groups` groups whose best experts score highest.
-    - DeepSeek-V3 (arXiv:2412.19437, section 2.1.2): sigmoid; a bias that affects only the choice, and that each step moves towards even
+    - DeepSeek-V3 (arXiv:2412.19437, section 2.1.2): sigmoid; a bias that affects only the choice, and that each step changes to even out
       loads; groups ranked by the sum of their two best scores; weights normalised, then scaled.
 
-    Loads are counted in backward, which runs once per microbatch, even if recomputation repeats the forward, and never in validation.
-    `end_of_step` uses the loads.
+    Loads are counted in backward: it runs once per microbatch, even if recomputation repeats the forward, and it does not run in
+    validation. `end_of_step` uses the loads.
     """
 
     weight: nn.Parameter
@@ -155,7 +155,7 @@ class Router(nn.Module):
         self.counts.zero_()
 
     def metrics(self) -> dict[str, float]:
-        """Return how even the last step's loads were. Waits for the device."""
+        """Return measures of the balance of the last step's loads. Waits for the device."""
         load, dropped = self.load.double(), float(self.dropped)
         total = float(load.sum())
         if total == 0:
@@ -177,7 +177,6 @@ class Router(nn.Module):
         return best
 
     def _within_groups(self, wanted: Tensor, margins: list[Tensor] | None) -> Tensor:
-        """Exclude experts outside each token's best groups from the choice."""
         grouped = wanted.unflatten(-1, (self.spec.groups, -1))
         worth = grouped.amax(-1) if self.spec.group_score == "max" else grouped.topk(2, -1).values.sum(-1)
         allowed = torch.zeros_like(worth, dtype=torch.bool)
@@ -192,20 +191,21 @@ class Router(nn.Module):
         return (numbers % experts).expand(rows, -1, -1)
 
     def _room(self, tokens: int) -> int:
-        """The number of tokens of a sequence that an expert accepts (Switch Transformer, equation 3): at least one."""
+        """Return the maximum number of tokens of one sequence that an expert accepts (Switch Transformer, equation 3): at least one."""
         assert self.spec.capacity is not None
         return max(1, int(self.spec.capacity * tokens * self.spec.active / self.weight.shape[0]))
 
     # --- what keeps loads even ---
 
     def _objective(self, logits: Tensor, scores: Tensor, choices: Tensor, batch: Batch, sets: BalanceSets) -> Tensor | None:
-        """This rank's part of the auxiliary losses; parts of microbatches and ranks add up to the mean over the sets of the global batch.
+        """Return this microbatch's part of the auxiliary losses on this rank; the parts of all microbatches and ranks add up to the mean
+        over the sets of the global batch.
 
-        Balance: weight * Σ_e f_e P_e, where f_e = experts / (active * tokens) * the number of choices of e in the set, and P_e is the mean
-        of e's score over the set's tokens, with each token's scores normalised to sum to 1. With even loads it is `weight`. With one active
-        expert this is Switch's alpha * N Σ f P (equations 4 to 6); over sequences, DeepSeek-V3's (equations 17 to 20). f has no gradient
-        and P is a sum over tokens, so each token adds its own part. z-loss: weight * mean of logsumexp(logits)² (ST-MoE, arXiv:2202.08906,
-        equation 5).
+        Balance loss: weight * Σ_e f_e P_e, where f_e = experts / (active * tokens) * the number of choices of expert e in the set, and P_e
+        is the mean of e's score over the set's tokens, with each token's scores normalised to sum to 1. With even loads, the balance loss
+        equals `weight`. With one active expert, the balance loss is Switch's alpha * N Σ f P (equations 4 to 6); with sequences as sets, it
+        is DeepSeek-V3's (equations 17 to 20). f has no gradient and P is a sum over tokens, so each token adds its own part. z-loss: weight
+        * mean of logsumexp(logits)² (ST-MoE, arXiv:2202.08906, equation 5).
         """
         tokens = batch.sequences * scores.shape[1] * sets.sequence_ranks  # of the global batch
         terms: list[Tensor] = []
@@ -217,7 +217,8 @@ class Router(nn.Module):
         return torch.stack(terms).sum() if terms else None
 
     def _loads(self, choices: Tensor, sets: BalanceSets) -> Tensor:
-        """f: how often the tokens of each set chose each expert, as a multiple of an even share. [batch or 1, 1, experts], fp32."""
+        """Return f, fp32 [batch or 1, 1, experts]: how often the tokens of each set chose each expert, divided by the number of choices
+        under even loads."""
         if self.spec.balance_set == "global":
             total = self.load.sum()
             even = torch.ones_like(self.load)
@@ -227,12 +228,11 @@ class Router(nn.Module):
         return (counts.float() * (counts.shape[1] / counts.sum(1, keepdim=True))).unsqueeze(1)
 
     def _count(self, choices: Tensor) -> Tensor:
-        """Count how often each set chose each expert: [sets, choices] -> [sets, experts]."""
         counts = choices.new_zeros(choices.shape[0], self.weight.shape[0])
         return counts.scatter_add_(1, choices, torch.ones_like(choices))
 
     def _counted(self, choices: Tensor, kept: Tensor | None) -> Tensor:
-        """Return the counts that these tokens add to `counts`."""
+        """Return the number of choices of each expert, and then the number of dropped choices, in the form of `Router.counts`."""
         dropped = choices.new_zeros(1) if kept is None else (~kept).sum().view(1)
         return torch.cat((self._count(choices.flatten().unsqueeze(0))[0], dropped))
 
@@ -245,7 +245,7 @@ class Router(nn.Module):
 
 @contextmanager
 def recording(model: nn.Module) -> Iterator[dict[str, list[RoutingRecord]]]:
-    """Record all routings of `model` inside this context, by router name and in the order of the microbatches' first forwards."""
+    """Record the routing of each microbatch inside this context, by the router's name in `model`, in the order of the first forwards."""
     routers = {name: module for name, module in model.named_modules() if isinstance(module, Router)}
     found: dict[str, list[RoutingRecord]] = {name: [] for name in routers}
     try:
@@ -259,7 +259,7 @@ def recording(model: nn.Module) -> Iterator[dict[str, list[RoutingRecord]]]:
 
 @dataclass(frozen=True)
 class EvenRouting:
-    """Closed-form counts of choices that are distributed evenly."""
+    """Computes, without any data, how many tokens choose each expert when choices are distributed evenly."""
 
     batch: int
     seq: int
@@ -267,19 +267,18 @@ class EvenRouting:
     experts: int
 
     def counts(self, spans: Sequence[range]) -> tuple[int, ...]:
-        """For each expert, the number of tokens at positions `spans` of `batch` sequences that choose it."""
+        """Return, for each expert, how many of the tokens at positions `spans` of all sequences choose this expert."""
         return tuple(
             self.batch * sum(self._below(s.stop * self.active, e) - self._below(s.start * self.active, e) for s in spans)
             for e in range(self.experts)
         )
 
     def _below(self, number: int, expert: int) -> int:
-        """Return how many of 0, 1, ..., number - 1 equal `expert` modulo `experts`."""
         return (number - expert + self.experts - 1) // self.experts
 
 
 def earlier(choices: Tensor) -> Tensor:
-    """For each choice [batch, seq, active], the number of choices of the same expert by earlier tokens of its row."""
+    """Return, for each choice [batch, seq, active], how many earlier tokens of its row chose the same expert."""
     flat = choices.flatten(1)
     ordered, order = flat.sort(stable=True, dim=1)
     place = torch.arange(flat.shape[1], device=flat.device).expand_as(flat)
@@ -288,8 +287,8 @@ def earlier(choices: Tensor) -> Tensor:
 
 
 def _best(values: Tensor, count: int, margins: list[Tensor] | None) -> Tensor:
-    """Indices of the `count` largest values, largest first; ties go to the lowest index on every device. Appends the difference between the
-    last chosen value and the next one to `margins`."""
+    """Return the indices of the `count` largest values, largest first; of equal values, the one with the lowest index comes first. Append
+    to `margins` the difference between the last chosen value and the largest value left out."""
     ordered, numbers = values.sort(stable=True, dim=-1, descending=True)
     if margins is not None:
         left = count < values.shape[-1]
@@ -298,7 +297,7 @@ def _best(values: Tensor, count: int, margins: list[Tensor] | None) -> Tensor:
 
 
 class _Logits(torch.autograd.Function):
-    """x Wᵀ in fp32, for x of any dtype. Only x is saved, in its own dtype."""
+    """Computes x Wᵀ in fp32, for x of any dtype. Backward needs only x, which is saved in its own dtype."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
@@ -318,8 +317,8 @@ class _Logits(torch.autograd.Function):
 
 
 class _Attach(torch.autograd.Function):
-    """Returns `weights` unchanged. Backward adds the gradient of `objective`, as if it were part of the loss, and adds the microbatch's
-    counts to the router's. `scale`: the factor of all gradients of losses."""
+    """Returns `weights` unchanged. Backward adds the gradient of `objective`, as if `objective` were part of the loss, and adds the
+    microbatch's counts to the router's counts. `scale`: the loss scale, by which the gradient of every loss is multiplied."""
 
     @staticmethod
     def forward(ctx, weights: Tensor, objective: Tensor | None, counts: Tensor, router: Router, scale: float) -> Tensor:

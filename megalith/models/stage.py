@@ -19,16 +19,16 @@ Rotation = tuple[RopeSpec, int]  # how, and how many channels
 
 
 def rotation(attention: AttentionSpec | LatentAttentionSpec) -> Rotation | None:
-    """The rotary embedding for which a layer needs a table; None if the layer does not rotate."""
+    """Return the rotary embedding of an attention layer and its number of channels; None if the layer does not rotate."""
     if isinstance(attention, LatentAttentionSpec):
         return attention.rope, attention.rope_dim
     return None if attention.rope is None else (attention.rope, attention.rope_dim or attention.head_dim)
 
 
 class Stage(nn.Module):
-    """Parts `first` to `last - 1` of a model (part 0 is the embedding, the last the head).
+    """Parts `first` to `last - 1` of a model. Part 0 is the embedding; the last part is the head.
 
-    Parameters have the same names as in the whole model, whichever stage holds them.
+    A parameter has the same name as in the whole model, whichever stage holds it.
     """
 
     def __init__(self, spec: ModelSpec, first: int = 0, last: int | None = None) -> None:
@@ -73,12 +73,12 @@ class Stage(nn.Module):
         return {tied.get(name, name): parameter for name, parameter in self.named_parameters()}
 
     def lasting_buffers(self) -> dict[str, Tensor]:
-        """Buffers that training changes besides parameters, and that a checkpoint holds: loads and biases of routers, and the maxima from
-        which delayed scaling computes its scales."""
+        """Return the buffers that training changes and that checkpoints contain: loads and biases of routers, and the maxima from which
+        delayed scaling computes its scales."""
         return {name: t for name, t in self.state_dict(keep_vars=True).items() if not isinstance(t, nn.Parameter)}
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor | Loss:
-        """x: tokens [batch, seq] for the first stage, else the previous stage's output [batch, seq, dim]."""
+        """Run all parts in order. x: tokens [batch, seq] for the first stage, else the previous stage's output [batch, seq, dim]."""
         batch = self.prepare(batch)
         for _, part in self.parts():
             x = part(x, batch)
@@ -89,7 +89,6 @@ class Stage(nn.Module):
         return replace(batch, rotary=self._rotary(batch))
 
     def _rotary(self, batch: Batch) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Return one table for all layers with the same rotation."""
         positions = batch.positions
         if positions is None:
             positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
@@ -97,7 +96,6 @@ class Stage(nn.Module):
 
 
 def _attention(spec: ModelSpec, part: str) -> AttentionSpec | LatentAttentionSpec | None:
-    """The attention in a part; None if the part has none."""
     if part == "head":
         return spec.head.ahead.block.attention if spec.head.ahead else None
     return spec.blocks[int(part.removeprefix("blocks."))].attention if part != "embedding" else None

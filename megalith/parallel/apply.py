@@ -1,8 +1,8 @@
 """Applies a plan to one stage, part by part, in this order: experts, first weights, the recipe for products, tensor split, context,
 recomputation, compilation, data shards.
 
-Each part is built whole (without other ranks' experts), filled, split and sharded before the next one is built, so no rank ever
-holds more than one whole part.
+Each part is built whole (without other ranks' experts), gets its first weights, and is split and sharded before the next part is built, so
+a rank never holds more than one whole part.
 """
 
 from collections.abc import Mapping
@@ -53,9 +53,9 @@ class Builder:
         aside: Put | None = None,
         tiers: Tiers | None = None,
     ) -> None:
-        """`seed` None: weights are left unset, to be loaded. `choices`: those of a narrow precision. `gradients`: the number format in
-        which they are added up. `aside`: takes master weights where they wait until it is known which stay, so that building never
-        holds all of them. `tiers`: take what blocks keep for backward, if `plan.retain` says so."""
+        """`seed` None: weights stay unset until a checkpoint is loaded. `choices`: options of the low-precision recipes. `gradients`: the
+        number format in which gradients are added up. `aside`: moves master weights off the device during building, so that the device
+        never holds all of them. `tiers`: the places outside the device for the tensors that blocks keep for backward (`plan.retain`)."""
         self.spec, self.plan, self.groups, self.device, self.seed = spec, plan, groups, device, seed
         self.choices = settled(choices or PrecisionSpec(), precision)
         self.dtypes, self.products = Dtypes.of(precision, gradients=gradients), recipe_of(self.choices, precision)
@@ -67,7 +67,7 @@ class Builder:
         self._alone: dict[str, Bucket] = {}  # a tied weight is used by several parts: its bucket is its own
 
     def build(self, first: int, last: int) -> Runner:
-        """Build parts `first` to `last - 1`, split and sharded as the plan says."""
+        """Build parts `first` to `last - 1` of the model, split and sharded according to the plan."""
         with torch.device("meta"):
             stage = Stage(self.spec, first, last)
         used: list[list[Bucket]] = []
@@ -98,7 +98,6 @@ class Builder:
         return Runner(stage, used, zero=self.plan.zero, reducer=self.reducer, **how)
 
     def _retention(self, stage: Stage) -> Retention | None:
-        """Return the blocks of a stage whose saved tensors leave the device; None if all stay."""
         if not self.tiers:
             return None
         blocks = ((at, name.removeprefix("blocks."), part) for at, (name, part) in enumerate(stage.parts()))
@@ -106,14 +105,14 @@ class Builder:
         return Retention(away, self.tiers, self.device, rest=place_of(self.plan.actions[BLOCK]))
 
     def _blocks(self, name: str, part: nn.Module) -> list[tuple[int, nn.Module]]:
-        """The blocks of a part and their numbers; the blocks of MTP modules are numbered after the model's own blocks."""
+        """Return the blocks of a part with their numbers; blocks of MTP modules are numbered after the model's other blocks."""
         if name.startswith("blocks."):
             return [(int(name.removeprefix("blocks.")), part)]
         ahead = part.ahead if isinstance(part, Head) else ()
         return [(len(self.spec.blocks) + depth, each.block) for depth, each in enumerate(ahead) if isinstance(each, MtpModule)]
 
     def _tie(self, name: str, part: nn.Module) -> None:
-        """Make the part use the tied weights that this rank already holds, so that each is held once."""
+        """Make the part use the tied weights that this rank already holds, so that the rank holds each tied weight only once."""
         held = {full: weight.compute for full, weight in self.by_name.items()}
         for path, parameter in list(part.named_parameters()):
             if (full := self.tied.get(f"{name}.{path}")) is not None:
@@ -121,14 +120,13 @@ class Builder:
                 part.get_submodule(owner).register_parameter(child, held.setdefault(full, parameter))
 
     def _share_experts(self, part: nn.Module) -> dict[str, Place]:
-        """Keep only this rank's experts, before any expert has memory; return the places of their parameters, by their paths in the
-        part."""
+        """Keep only this rank's experts, before memory is allocated for experts; return the `Place` of each expert parameter, by its path
+        in the part."""
         layers = [(path, module) for path, module in part.named_modules() if isinstance(module, Moe)]
         found = ((path, split_experts(moe, self.groups, self.plan)) for path, moe in layers)
         return {f"{path}.{name}": place for path, places in found for name, place in places.items()}
 
     def _split(self, part: nn.Module) -> dict[nn.Parameter, Place]:
-        """Split the part among tensor ranks; return the place of each parameter that is not an expert's."""
         if self.plan.tensor > 1:
             split_part(part, self.split)
         return {p: Place(self.groups.state, (self.split.placed.get(p, Replicate()),)) for p in part.parameters()}
@@ -136,7 +134,7 @@ class Builder:
     def _keep(
         self, name: str, part: nn.Module, places: dict[nn.Parameter, Place], recipes: Mapping[nn.Parameter, Multiply]
     ) -> list[Bucket]:
-        """Make the master and the compute form of the part's parameters; return the buckets that the part uses."""
+        """Make the master form and the compute form of each parameter of the part; return the buckets that the part uses."""
         found: list[Bucket] = []
         place = self.plan.state.weights
         often, late = self.plan.zero == 3 and place == "device", place == "disk"

@@ -1,4 +1,4 @@
-"""Measures times of events on a device without making the device wait."""
+"""Measures how long work on a device takes, without making the device wait."""
 
 import time
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 
 class Clock:
-    """Marks moments in a device's stream of work; the seconds between two marks are read later, when the device has finished."""
+    """Records marks in the stream of a device's work; the seconds between two marks can be read once the device has passed both."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -21,5 +21,5 @@ class Clock:
         return event
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Seconds between two marks. On a GPU the device must have passed the later mark (synchronise first)."""
+        """Seconds between two marks. A GPU must have passed the later mark, so synchronise first."""
         return start.elapsed_time(end) / 1e3 if self._cuda else end - start

@@ -1,9 +1,9 @@
-"""Parts of blocks that keep their tensors for backward in 8 bits: inputs of products and of norms, factors of activations, and queries,
+"""Saves tensors for the backward of blocks in 8 bits: the inputs of matrix products and norms, the factors of activations, and the queries,
 keys, values and output of attention.
 
-Forward does not change. Backward computes with rounded numbers: the gradients of the weights, and those of activations, norms and
-attention. A tile inside the channels of one token, and in attention of one head, shares a scale in fp32, a power of two. So every plan
-rounds the same numbers in the same way.
+Forward does not change. Backward computes the gradients of weights, activations, norms and attention from the rounded tensors. The elements
+of a tile share a scale, a power of two in fp32. A tile lies within the channels of one token and, in attention, of one head, so every plan
+rounds each number in the same way.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,27 +21,28 @@ from megalith.parallel.remade import surrounding_hooks
 from megalith.spec.plan import EXPERTS_ACTIVATION, NORMS, Action, compresses
 
 SHORT = (torch.bfloat16, torch.float16)
-"""The dtypes of tensors that are rounded. Sums of exponentials, which are fp32, are not rounded."""
+"""The dtypes of tensors that are rounded. The log-sum-exps of attention, which are fp32, are not rounded."""
 
 
 class Rounding(Protocol):
-    """A format of 8 bits with scales."""
+    """A number format of 8 bits with scales."""
 
     def packed(self, x: Tensor) -> Tensor:
-        """Return x [rows, columns] in the form in which it is kept."""
+        """Return x [rows, columns] rounded to this format, as bytes."""
         ...
 
     def unpacked(self, kept: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-        """Return the numbers [rows, columns] of a kept form."""
+        """Return the numbers [rows, columns] that the bytes `kept` hold."""
         ...
 
     def for_layer(self, *, inputs: bool, activations: bool) -> Multiply:
-        """Return products that keep their inputs so, or the factors and results of activations."""
+        """Return a recipe whose products save their inputs in this format (`inputs`), and whose activations save their factors and results
+        in it (`activations`)."""
         ...
 
 
 def compress(block: nn.Module, actions: Mapping[str, Action], rounding: Rounding) -> None:
-    """Let a block keep in 8 bits what the actions for its parts say. Before other actions wrap these parts."""
+    """Make a block save tensors in 8 bits for each part whose action is "compress". Call `compress` before other actions wrap the parts."""
     if "compress" not in actions.values():
         return
     for name in NORMS:
@@ -62,7 +63,7 @@ def compress(block: nn.Module, actions: Mapping[str, Action], rounding: Rounding
 
 @dataclass(frozen=True)
 class _Packed:
-    """A tensor that is kept in 8 bits. `kept` is the value that the surrounding saved-tensor hooks returned for its bytes."""
+    """A tensor saved in 8 bits. `kept` is the value that the surrounding saved-tensor hooks returned for the tensor's bytes."""
 
     kept: Any
     channels: int
@@ -72,7 +73,7 @@ class _Packed:
 
 
 class RoundedInput:
-    """The forward of a norm that keeps its input in 8 bits. It is not compiled."""
+    """The forward of a norm that saves its input in 8 bits. torch.compile skips it."""
 
     def __init__(self, forward: Callable[..., Tensor], rounding: Rounding) -> None:
         self._forward, self._rounding = forward, rounding
@@ -93,8 +94,8 @@ class RoundedInput:
 
 
 class CompressedAttention:
-    """The forward of an attention whose core keeps its tensors in 8 bits. The layer after the core keeps the same bytes of its output. It
-    is not compiled: compiled code would decide what is kept."""
+    """The forward of an attention layer whose core saves its tensors in 8 bits. The output projection saves the bytes of the core's output,
+    which exist already. torch.compile skips this forward, because compiled code would choose the saved tensors itself."""
 
     def __init__(self, forward: Callable[..., Tensor], core: Callable[..., Tensor], rounding: Rounding) -> None:
         self._forward, self._core, self._rounding = forward, core, rounding
@@ -106,8 +107,8 @@ class CompressedAttention:
 
     @classmethod
     def replace(cls, attention: nn.Module, rounding: Rounding) -> None:
-        """Replace the forwards of an attention and of its core. The layer `out` takes the core's output, of which it may have to make a
-        copy."""
+        """Replace the forwards of an attention layer and of its core. A hook records the input of the layer `out`, which may be a copy of
+        the core's output."""
         core, out = attention.get_submodule("core"), attention.get_submodule("out")
         compressed = cls(attention.forward, core.forward, rounding)
         attention.forward = compressed  # pyright: ignore[reportAttributeAccessIssue]
@@ -136,7 +137,6 @@ class CompressedAttention:
         return out
 
     def _leave(self, module: nn.Module, args: tuple[Tensor]) -> None:
-        """Remember the input of the layer after the core."""
         self._out = args[0].detach() if torch.is_grad_enabled() else None
 
     def _put(self, tensor: Tensor, pack: Callable[[Tensor], Any]) -> Any:
@@ -153,28 +153,23 @@ class CompressedAttention:
 
 
 def _packed(tensor: Tensor, channels: int, rounding: Rounding, pack: Callable[[Tensor], Any]) -> _Packed:
-    """Return a tensor as it is kept. `pack`: the hook around, for its bytes."""
     return _Packed(pack(_rows(tensor, channels, rounding)), channels, tensor.shape, _order(tensor), tensor.dtype)
 
 
 def _rows(tensor: Tensor, channels: int, rounding: Rounding) -> Tensor:
-    """Return the bytes of a tensor, whose rows are along the channels."""
     return rounding.packed(tensor.detach().permute(_order(tensor)).reshape(-1, channels))
 
 
 def _unpacking(unpack: Callable[[Any], Tensor], rounding: Rounding) -> Callable[[Any], Tensor]:
-    """Return the hook that gives back what is kept. `unpack`: the hook around."""
     return lambda kept: _restored(kept, unpack(kept.kept), rounding) if isinstance(kept, _Packed) else unpack(kept)
 
 
 def _order(tensor: Tensor) -> tuple[int, ...]:
-    """Return the dims in memory order. Channels are the last."""
     *others, channels = range(tensor.dim())
     return *sorted(others, key=lambda dim: -tensor.stride(dim)), channels
 
 
 def _restored(kept: _Packed, content: Tensor, rounding: Rounding) -> Tensor:
-    """Return a contiguous tensor whose dims have their original order in memory."""
     rows = rounding.unpacked(content, kept.channels, kept.dtype)
     sizes = [kept.shape[dim] for dim in kept.order]
     return rows.view(sizes).permute([kept.order.index(dim) for dim in range(len(sizes))])

@@ -1,4 +1,4 @@
-"""Communication with gradients: pairs of functions, each of which is the other's backward."""
+"""Differentiable communication: pairs of functions, each of which is the backward of the other."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 Move = Callable[..., Tensor]
-"""(tensor, details of the exchange) -> the received tensor."""
+"""Takes a tensor and the details of an exchange, such as the process group; returns the received tensor."""
 
 
 def conjugates(there: Move, back: Move) -> tuple[Move, Move]:

@@ -1,18 +1,18 @@
 """Context parallelism: each rank has a part of each sequence, and the cores of attention exchange keys and values, or heads.
 
-A causal token attends to all tokens before it, so later chunks cost more than earlier ones. The sequence is cut into 2n chunks,
-and rank i has the i-th chunk from each end, so that all ranks score equally many pairs (zigzag; Brandon et al. 2023,
-arXiv:2311.09431, and Llama 3, arXiv:2407.21783, section 3.3.2).
+A causal token attends to all tokens before it, so later chunks cost more than earlier ones. The sequence is cut into 2n chunks, and rank i
+has the i-th chunk from each end, so that all ranks score equally many pairs (zigzag; Brandon et al. 2023, arXiv:2311.09431, and Llama 3,
+arXiv:2407.21783, section 3.3.2).
 
 - **ring**: keys and values are passed from rank to rank; attention to the current part is computed while the next part is in flight (Liu et
-  al. 2023, arXiv:2310.01889). In backward, keys and values are sent again, together with their gradients.
+  al. 2023, arXiv:2310.01889). In backward, keys and values are passed around again, together with their gradients.
 - **gather**: every rank gathers all keys and values, and gathers them again in backward (Llama 3).
 - **ulysses**: all-to-all from a part of the sequence with all heads to all of the sequence with some heads, and back (DeepSpeed-Ulysses,
   Jacobs et al. 2023, arXiv:2309.14509). It can be combined with ring or gather: neighbouring ranks exchange heads, and groups of them
   exchange keys (Fang and Zhao 2024, arXiv:2405.07719).
 
-With each method, a rank saves only its local inputs for backward. Partial sums, log-sum-exps and the gradients of keys and values
-are added up and sent in fp32.
+With each method, a rank saves only tensors of its own part of the sequence for backward. Partial sums, log-sum-exps and the gradients of
+keys and values are added up and sent in fp32.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,7 +38,7 @@ from megalith.spec.plan import Plan
 
 
 def parts(seq_len: int, ranks: int) -> list[Segments]:
-    """The positions that each of `ranks` context ranks has: an early and a late chunk, or one range if the two touch.
+    """Return the positions that each of `ranks` context ranks has: an early and a late chunk, joined to one range if they are adjacent.
 
     Raises ValueError if `seq_len` cannot be divided into two equal chunks per rank.
     """
@@ -58,7 +58,7 @@ def parts(seq_len: int, ranks: int) -> list[Segments]:
 
 
 def take(x: Tensor, dim: int, *, rank: int, ranks: int) -> Tensor:
-    """Rank `rank`'s part of a tensor of whole sequences along `dim`. Raises ValueError like `parts`."""
+    """Cut a tensor of whole sequences along `dim`, and return the part of context rank `rank`. Raises ValueError like `parts`."""
     return torch.cat(_cuts(x, dim, rank=rank, ranks=ranks), dim)
 
 
@@ -67,7 +67,7 @@ def _cuts(x: Tensor, dim: int, *, rank: int, ranks: int) -> list[Tensor]:
 
 
 def together(shares: Sequence[Tensor], dim: int) -> Tensor:
-    """Whole sequences from all ranks' parts, in rank order: the inverse of `take`."""
+    """Join the parts of all context ranks, given in rank order, to whole sequences: the inverse of `take`."""
     if len(shares) == 1:
         return shares[0]
     halves = [share.chunk(2, dim) for share in shares]
@@ -79,7 +79,7 @@ def together(shares: Sequence[Tensor], dim: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Line:
-    """Context ranks in order, and this rank's place among them."""
+    """A ring of context ranks: their process group, and this rank's place in it."""
 
     group: dist.ProcessGroup
     rank: int  # as they count themselves
@@ -87,12 +87,12 @@ class Line:
 
     @classmethod
     def of(cls, world: dist.ProcessGroup, ranks: Sequence[int]) -> "Line":
-        """Return the line of these `ranks` (ranks in `world`), in order."""
+        """Return the ring of these `ranks` (numbered in `world`), in the given order."""
         group = group_of(world, ranks)
         return cls(group, group.rank(), group.size())
 
     def pass_on(self, block: Tensor) -> "PendingBlock":
-        """Begin to send a block to the next rank, and to receive the previous rank's block, of the same shape."""
+        """Begin to send a block to the next rank of the ring, and to receive a block of the same shape from the previous rank."""
         arriving = torch.empty_like(block)
         following, previous = ((self.rank + step) % self.size for step in (1, -1))
         send = dist.P2POp(dist.isend, block, group=self.group, group_peer=following)
@@ -102,7 +102,7 @@ class Line:
 
 @dataclass(frozen=True)
 class PendingBlock:
-    """A block in flight; the sent tensor must not change until the block has arrived."""
+    """A block on its way to this rank. The block that this rank sends at the same time must not change until `wait` returns."""
 
     block: Tensor
     sent: Tensor
@@ -116,8 +116,8 @@ class PendingBlock:
 
 @dataclass(frozen=True)
 class ContextGroups:
-    """The context ranks of one sequence: the `inner` ranks, which are neighbours, exchange heads for parts of the sequence; the `outer`
-    ranks, one of each inner group, exchange keys and values."""
+    """The context ranks of one sequence, in two kinds of groups. The ranks of an `inner` group are neighbours and exchange heads for parts
+    of the sequence. An `outer` group has one rank of each inner group; its ranks exchange keys and values."""
 
     inner: Line
     outer: Line
@@ -125,7 +125,7 @@ class ContextGroups:
 
     @classmethod
     def build(cls, plan: Plan, groups: Groups) -> "ContextGroups":
-        """Make two process groups on each rank. All ranks call this once, at the same time."""
+        """Make this rank's inner and outer process groups. All ranks call this once, at the same time."""
         assert plan.context % plan.ulysses == 0, (plan.context, plan.ulysses)
         ranks, world = ranks_in(groups.world, groups.context), groups.world
         here, inner = ranks.index(groups.rank), plan.ulysses
@@ -146,7 +146,7 @@ def split_context(part: nn.Module, groups: ContextGroups) -> None:
     for module in list(part.modules()):
         core = getattr(module, "core", None)
         if isinstance(core, MambaCore):
-            raise TypeError("Mamba-2 needs whole sequences: use plan.context = 1")
+            raise TypeError("Mamba-2 needs whole sequences. Use plan.context = 1")
         if isinstance(core, CausalCore):
             module.core = ContextCore(core, groups)
 
@@ -178,7 +178,6 @@ class ContextCore(nn.Module):
         return _to_sequence(out, inner) if inner.size > 1 else out
 
     def _exchange_keys(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        """Compute attention to the keys of the outer ranks."""
         outer, causal = self.groups.outer, self.causal
         seen = _Seen(parts(q.shape[1] * outer.size, outer.size), outer.rank, q.shape[0], batch.segments, causal.window)
         function = {"ring": _Ring, "gather": _Gather}[self.groups.method]
@@ -187,7 +186,7 @@ class ContextCore(nn.Module):
 
 @dataclass(frozen=True)
 class _Seen:
-    """The keys, on any rank, that this rank's queries see."""
+    """Determines which keys, on each rank, this rank's queries attend to."""
 
     parts: list[Segments]
     rank: int
@@ -196,11 +195,9 @@ class _Seen:
     window: int | None
 
     def of(self, rank: int) -> tuple[MaskRows, ...]:
-        """Return the visible keys of one rank."""
         return self._of(self.parts[rank])
 
     def of_all(self) -> tuple[MaskRows, ...]:
-        """Return the visible keys of all ranks, in the order of their positions."""
         return self._of(((0, max(end for runs in self.parts for _, end in runs)),))
 
     def _of(self, keys: Segments) -> tuple[MaskRows, ...]:
@@ -211,18 +208,15 @@ class _Seen:
 
 
 def _pack(k: Tensor, v: Tensor) -> Tensor:
-    """Pack k and v, both [batch, part, kv_heads, channels], into one flat block."""
     return torch.cat((k.reshape(-1), v.reshape(-1)))
 
 
 def _unpack(block: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return views, shaped like k and v, of a packed block."""
     of_k, of_v = block.split((k.numel(), v.numel()))
     return of_k.view(k.shape), of_v.view(v.shape)
 
 
 def _heads_first(*tensors: Tensor) -> Iterator[Tensor]:
-    """Return views [batch, heads, part, channels], the layout of the kernels."""
     return (x.transpose(1, 2) for x in tensors)
 
 
@@ -230,8 +224,8 @@ def _heads_first(*tensors: Tensor) -> Iterator[Tensor]:
 
 
 def _around(block: Tensor, line: Line) -> Iterator[tuple[int, Tensor]]:
-    """Yield this rank's block, the previous rank's, and so on around the ring, each with its rank. A block is in flight while the one
-    before it is used."""
+    """Yield each rank's block with its rank: this rank's own block, then the previous rank's, and so on around the ring. While the caller
+    uses a block, the next block is in flight."""
     for step in range(line.size):
         arriving = line.pass_on(block) if step < line.size - 1 else None
         yield (line.rank - step) % line.size, block
@@ -240,8 +234,6 @@ def _around(block: Tensor, line: Line) -> Iterator[tuple[int, Tensor]]:
 
 
 class _Ring(torch.autograd.Function):
-    """All tensors [batch, part, heads, channels]."""
-
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, line: Line, seen: _Seen, kernel: Kernel, scale: float) -> Tensor:
         (queries,) = _heads_first(q)
@@ -282,7 +274,6 @@ class _Ring(torch.autograd.Function):
 
 
 def _gather(k: Tensor, v: Tensor, line: Line) -> Iterator[Tensor]:
-    """Gather keys and values of whole sequences [batch, kv_heads, seq, channels]."""
     block = _pack(k, v)
     whole = block.new_empty(line.size * block.numel())
     dist.all_gather_into_tensor(whole, block, group=line.group)
@@ -291,7 +282,6 @@ def _gather(k: Tensor, v: Tensor, line: Line) -> Iterator[Tensor]:
 
 
 def _scatter(of_keys: Tensor, of_values: Tensor, k: Tensor, v: Tensor, line: Line) -> tuple[Tensor, Tensor]:
-    """This rank's part of the sum over the ranks of gradients [batch, seq, kv_heads, channels]."""
     whole = of_keys.new_empty(of_keys.numel() + of_values.numel())
     for rank, share in enumerate(whole.chunk(line.size)):
         for x, part in zip((of_keys, of_values), _unpack(share, k, v), strict=True):
@@ -302,8 +292,6 @@ def _scatter(of_keys: Tensor, of_values: Tensor, k: Tensor, v: Tensor, line: Lin
 
 
 class _Gather(torch.autograd.Function):
-    """All tensors [batch, part, heads, channels]."""
-
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, line: Line, seen: _Seen, kernel: Kernel, scale: float) -> Tensor:
         (queries,) = _heads_first(q)
@@ -332,8 +320,8 @@ class _Gather(torch.autograd.Function):
 
 
 def heads_for_each(ranks: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return k and v, with heads repeated if there are fewer of them than `ranks`. Raises ValueError if `ranks` do not divide the heads of
-    q."""
+    """Return k and v, with repeated heads if `ranks` does not divide their number. Raises ValueError if `ranks` does not divide the heads
+    of q."""
     heads, kv_heads = q.shape[2], k.shape[2]
     if heads % ranks:
         raise ValueError(
@@ -345,7 +333,6 @@ def heads_for_each(ranks: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor,
 
 
 def _heads_for_sequence(x: Tensor, line: Line) -> Tensor:
-    """[batch, part, heads, channels] -> [batch, seq, heads / n, channels]."""
     outgoing = x.unflatten(2, (line.size, -1)).movedim(2, 0).contiguous()
     arrived = torch.empty_like(outgoing)
     dist.all_to_all_single(arrived, outgoing, group=line.group)
@@ -353,7 +340,6 @@ def _heads_for_sequence(x: Tensor, line: Line) -> Tensor:
 
 
 def _sequence_for_heads(x: Tensor, line: Line) -> Tensor:
-    """The inverse."""
     outgoing = torch.stack([take(x, 1, rank=rank, ranks=line.size) for rank in range(line.size)])
     arrived = torch.empty_like(outgoing)
     dist.all_to_all_single(arrived, outgoing, group=line.group)

@@ -1,12 +1,12 @@
 """Data parallelism: ZeRO 0 to 3 (Rajbhandari et al. 2019, arXiv:1910.02054) as one mechanism; the stages differ in when they gather and
 reduce.
 
-A parameter has two forms. The **master** (sharded) form is this rank's share of the master weights, a DTensor that knows its global shape:
-the optimizer, checkpoints and norms work on it. The **compute** (unsharded) form is a plain tensor in the module, not sharded, in the run's
-precision, and allocated only while it is needed. A bucket moves all parameters of a part between the two forms at once: one all-gather
-before use, one reduce-scatter of the gradients afterwards. FSDP2 is not used, because a program decides when each exchange happens, also
-between the two halves of a split backward, between the two copies of a stage in a bidirectional pipeline, and for experts on a mesh of
-their own.
+A parameter has two forms. The **master** (sharded) form is this rank's share of the master weights, a DTensor that knows its global shape;
+the optimizer, checkpoints and norms use this form. The **compute** (unsharded) form is a plain tensor in the module, in the run's
+precision, allocated only while it is needed. A bucket handles all parameters of a part together: one all-gather of the weights before use,
+and one reduce-scatter of the gradients afterwards. torch's FSDP2 is not used, because here the pipeline program decides when each exchange
+happens. Exchanges also happen between the two halves of a split backward, between the two copies of a stage in a bidirectional pipeline,
+and on the separate mesh of the experts.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,16 +47,16 @@ def local(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Place:
-    """Location of a parameter's shares: mesh axes (copies, shards, then the axes that split its computation), and how these axes split the
-    parameter."""
+    """Location of a parameter's shares. The axes of `mesh` are the copies, the shards, and then the axes that split the computation;
+    `split` says how each of the latter splits the parameter."""
 
     mesh: DeviceMesh
     split: tuple[Placement, ...]
     dim: int = 0  # along which the shards cut it
 
     def placements(self) -> tuple[Placement, ...]:
-        """Placements of the sharded (master) DTensor. The shard axis splits the pieces that the axes to its right leave; along the same
-        dimension this gives a strided shard."""
+        """Placements of the sharded (master) DTensor. The axes of `split` cut the parameter first, and the shard axis cuts the resulting
+        pieces; if both cut the same dimension, the placement is a strided shard."""
         parts = [self.mesh.size(2 + axis) for axis, p in enumerate(self.split) if isinstance(p, Shard) and p.dim == self.dim]
         factor = prod(parts)
         shard = _StridedShard(self.dim, split_factor=factor) if factor > 1 else Shard(self.dim)
@@ -72,14 +72,14 @@ class Place:
 
 
 class Weight:
-    """One parameter in both forms. `total`: sums of gradients that are not yet reduced, if gradients are added up in another dtype than
-    they are computed in."""
+    """One parameter in its master and compute forms. `total`: the sum of gradients before the reduction, if gradients are summed in another
+    dtype than they are computed in."""
 
     def __init__(
         self, compute: nn.Parameter, place: Place, dtypes: Dtypes, *, partial: bool = False, recipe: Multiply | None = None
     ) -> None:
-        """`partial`: each tensor rank's gradient is only a part of the sum. `recipe`: the recipe of products with this weight, if there is
-        one."""
+        """`partial`: the gradient on each tensor rank is only one term of a sum over these ranks. `recipe`: the recipe of the products with
+        this weight; None: no recipe."""
         self.recipe = recipe
         self.compute, self.dim, self.mesh, self.partial, self.sums = compute, place.dim, place.mesh, partial, dtypes.reduce
         shards, index = place.mesh.size(1), place.mesh.get_local_rank(1)
@@ -105,11 +105,11 @@ class Weight:
         self.shared = False  # other modules of this rank compute with it too
         self.total: Tensor | None = None
         self.narrow = dtypes.compute != dtypes.master
-        """True if products use rounded numbers in place of the master weights."""
+        """True if products use weights of a lower precision than the master weights."""
         self._moved: Tensor | None = None  # the share in the compute format, once the master weights are elsewhere
         self._aside: Callable[[], Tensor] | None = None  # brings the master weights back, which wait elsewhere
         self.source: Source | None = None
-        """The master weights from which the share is made at each gather; None if the share is kept."""
+        """The master weights from which each gather computes the share; None if the share is kept between gathers."""
         if dtypes.compute != compute.dtype:
             compute.data = compute.data.to(dtypes.compute)
         self.bytes = compute.numel() * compute.element_size()
@@ -117,17 +117,18 @@ class Weight:
 
     @property
     def numbers(self) -> int:
-        """The number of elements of a share, padded to a whole chunk."""
+        """The number of elements of a share, padded to the size of the largest share."""
         return self.chunk * prod(self.row)
 
     @property
     def resident(self) -> bool:
-        """True if the weights to compute with are always whole, so that nothing is gathered."""
+        """True if the compute tensor is always whole, so that it is never gathered."""
         return self.aliased or (self._moved is not None and self.mesh.size(1) == 1)
 
     @property
     def gathered_as(self) -> Scaling | None:
-        """Return the format in which shares are gathered now, if no tile spans two shares; None: the shares' own format."""
+        """Return the low-precision format in which shares are gathered now; None if they are gathered in their own format, for instance
+        because a tile would span two shares."""
         scaling = None if self.recipe is None else self.recipe.gathered_as
         if scaling is None:
             return None
@@ -140,20 +141,20 @@ class Weight:
         return local(self.master).shape[self.dim]
 
     def write(self, into: Tensor) -> None:
-        """Write the share to gather."""
+        """Copy the share that the next gather sends into the tensor `into`."""
         if self.source is None:
             into.copy_(local(self.master) if self._moved is None else self._moved)
         else:
             self.source.read(into)
 
     def share(self) -> Tensor:
-        """Return the share to gather, in the compute format, with the sharded dimension first."""
+        """Return the share that the next gather sends, in the compute format, with the sharded dimension first."""
         made = self.compute.new_empty(local(self.master).shape)
         self.write(made)
         return made.movedim(self.dim, 0)
 
     def put_aside(self, put: Put) -> None:
-        """Move the master weights off the device until `move_out` or `bring_back`."""
+        """Move the master weights off the device with `put`, until `move_out` or `bring_back` is called."""
         share = local(self.master)
         self._aside = put(share)
         share.untyped_storage().resize_(0)
@@ -167,8 +168,8 @@ class Weight:
             self._aside = None
 
     def move_out(self, source: Source | None = None) -> Tensor:
-        """Hand over the master weights, in the share's shape; the caller keeps them from now on. The compute tensor is gathered from a
-        share in its own format, or stays whole if there is one shard. With a `source` no share is kept."""
+        """Return the master weights, in the share's shape, and drop them here. Afterwards, the compute tensor is gathered from a share in
+        its own format, or stays whole if there is only one shard. With a `source`, each gather computes the share from the source."""
         master = local(self.master).clone(memory_format=torch.contiguous_format) if self._aside is None else self._aside()
         self._aside, self.source = None, source
         if source is None:
@@ -178,14 +179,13 @@ class Weight:
         return master
 
     def split(self, bits: int) -> Tensor:
-        """Keep the master weights as the compute share, and return the lower half of `bits` bits, of the share's shape (`kernels.halves`).
-        The caller owns the lower half from now on; the upper half is `moved`."""
+        """Split the master weights into two halves (`kernels.halves`): keep the upper half as the compute share `moved`, and return the
+        lower half of `bits` bits, in the share's shape, to the caller, who must keep it."""
         upper, lower = halves.split(local(self.master), bits)
         self._compute_from(upper)
         return lower
 
     def _compute_from(self, share: Tensor) -> None:
-        """Gather the compute tensor from this share from now on, in its own format, and drop the master weights."""
         if self.mesh.size(1) == 1:
             self.compute.untyped_storage().resize_(self.bytes)
             self._moved = self.compute.detach()
@@ -195,7 +195,7 @@ class Weight:
         local(self.master).untyped_storage().resize_(0)
 
     def take_over(self, first: int, masters: Tensor) -> None:
-        """Replace the compute share from element `first` on by these master weights."""
+        """Overwrite the compute share, from element `first` on, with these master weights."""
         if self.source is not None:  # the next gather reads them
             return
         assert self._moved is not None
@@ -204,7 +204,7 @@ class Weight:
 
     @property
     def moved(self) -> Tensor | None:
-        """The share in the compute format, if the master weights are elsewhere or if it is their upper half."""
+        """The share in the compute format, if it is kept: after `move_out` without a source, or after `split`."""
         return self._moved
 
     def add(self, share: Tensor) -> None:
@@ -217,7 +217,7 @@ class Weight:
             local(self.master.grad).add_(share)
 
     def accumulate_gradient(self) -> None:
-        """After a backward, add its gradients to the sums, if the sums have another dtype."""
+        """After a backward, add its gradient to `total`, if gradients are summed in another dtype."""
         if self.compute.grad is None or self.compute.dtype == self.sums:
             return
         if self.total is None:
@@ -227,7 +227,7 @@ class Weight:
         self.compute.grad = None
 
     def pop_gradient(self) -> Tensor | None:
-        """Return and drop the gradient that is not yet reduced, with the sharded dimension first."""
+        """Return the gradient before the reduction, with the sharded dimension first, and drop it here."""
         self.accumulate_gradient()
         grad, self.total = (self.compute.grad if self.total is None else self.total), None
         self.compute.grad = None
@@ -235,8 +235,8 @@ class Weight:
 
 
 Probe = Callable[[Sequence[Tensor]], bool]
-"""Inspects this rank's gradients of a bucket, one by one or concatenated, before they are reduced. If it returns False, they are
-dropped."""
+"""Inspects this rank's gradients of a bucket, one by one or concatenated, before they are reduced. If the function returns False, the
+gradients are dropped."""
 
 
 Observe = Callable[[Sequence[Tensor | None]], None]
@@ -245,8 +245,8 @@ Observe = Callable[[Sequence[Tensor | None]], None]
 
 @dataclass
 class PendingGather:
-    """A gather of weights in progress. `mine`: this rank's message until it is sent, None if there is one shard; `everyone`: the messages
-    of all ranks."""
+    """A gather of weights in progress. `mine`: this rank's message until it is sent; None if there is only one shard. `everyone`: the
+    messages of all ranks."""
 
     mine: Tensor | None
     parcel: Parcel | None = None
@@ -259,8 +259,8 @@ class Bucket:
     """The parameters of a part that lie on one mesh; they are gathered and reduced together."""
 
     def __init__(self, weights: Sequence[Weight], *, often: bool = False, late: bool = False) -> None:
-        """`often`: the weights are gathered several times a step, so their rounded shares are kept until the step's end. `late`: ranks may
-        take long to read their shares, so all ranks send them only when the weights are needed, in the order of the program."""
+        """`often`: the weights are gathered several times a step, so their shares in 8 bits are kept until the step's end. `late`: ranks
+        read their shares from a disk, which may take long, so all ranks start each all-gather only when the program needs the weights."""
         self.weights, self.often, self.late, mesh = tuple(weights), often, late, weights[0].mesh
         self.replicate_group, self.shard_group = mesh.get_group(0), mesh.get_group(1)
         self.size = self.shard_group.size()
@@ -273,7 +273,7 @@ class Bucket:
         self.probe: Probe | None = None
         self.observe: Observe | None = None
         self.done: Callable[[Bucket], None] | None = None
-        """Called when the parameters have their reduced gradients."""
+        """Called when the parameters' gradients are reduced."""
         self.free()  # the weights to compute with are made from those kept, even if these are loaded later
 
     # --- weights ---
@@ -296,7 +296,7 @@ class Bucket:
             self._send(self._arriving)
 
     def _read(self) -> PendingGather:
-        """Begin to convert this rank's shares to the form in which they are gathered. With one shard the weights are whole after this."""
+        """Begin to convert this rank's shares to the format in which they are gathered. With only one shard, the weights are then whole."""
         formats = [weight.gathered_as if self.size > 1 else None for weight in self.weights]
         arrival = PendingGather(None)
         if self.size == 1:
@@ -320,7 +320,6 @@ class Bucket:
         return arrival
 
     def _make_room(self) -> None:
-        """Allocate memory for the whole weights."""
         for weight in self.weights:
             if not weight.resident:
                 weight.compute.untyped_storage().resize_(weight.bytes)
@@ -344,14 +343,13 @@ class Bucket:
         parcel.pack(message, (weight.share() for weight in self.weights))
 
     def _send(self, arrival: PendingGather) -> None:
-        """Begin to gather from all shards."""
         mine, arrival.mine = arrival.mine, None  # from now on the collective's alone
         if mine is not None:
             arrival.everyone = mine.new_empty(self.size * len(mine))
             arrival.sending = dist.all_gather_into_tensor(arrival.everyone, mine, group=self.shard_group, async_op=True)
 
     def forget(self) -> None:
-        """Drop the rounded shares, because the weights are about to change."""
+        """Drop the kept shares in 8 bits, because the weights are about to change."""
         self._packed = None
 
     def gather(self) -> None:
@@ -372,7 +370,6 @@ class Bucket:
         self.whole, self._arriving = True, None
 
     def _unfold(self, table: Tensor, parcel: Parcel | None) -> None:
-        """Write the whole weights from the messages of all ranks."""
         if parcel is not None:
             parcel.unpack(table)
             return
@@ -383,7 +380,7 @@ class Bucket:
                 )  # .data: saved views stay valid
 
     def free(self) -> None:
-        """Free the unsharded weights. Waits for a gather in progress, and frees its weights too."""
+        """Free the unsharded weights. If a gather is in progress, wait for it first."""
         arrival, self._arriving = self._arriving, None
         if arrival is not None:
             if arrival.reading is not None:
@@ -400,8 +397,7 @@ class Bucket:
     # --- gradients ---
 
     def reduce(self) -> Reduction | None:
-        """Start the reduction of the gradients over all ranks that hold these weights; once finished, each rank has the sum for
-        its share."""
+        """Start the reduction of the gradients over all ranks that hold these weights; it gives each rank the sum for its share."""
         grads = [weight.pop_gradient() for weight in self.weights]
         there = [grad for grad in grads if grad is not None]
         if not there:
@@ -424,7 +420,6 @@ class Bucket:
         return True
 
     def _together(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """Join all gradients: one row for each rank, with the numbers that it gets."""
         first = self.weights[0]
         flat = torch.empty(self.size, self.numbers, dtype=first.sums, device=first.compute.device)
         for weight, where, grad in zip(self.weights, self.slices, grads, strict=True):
@@ -435,7 +430,7 @@ class Bucket:
         return flat
 
     def finish(self, mine: Tensor) -> None:
-        """Add the sums, mine [numbers], to the gradients of this rank's shares."""
+        """Add the reduced sums `mine` [numbers] to the gradients of this rank's shares."""
         for weight, where in zip(self.weights, self.slices, strict=True):
             weight.add(mine[where].view(weight.chunk, *weight.row)[: weight.rows])
         self._hand_on()

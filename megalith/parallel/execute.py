@@ -38,8 +38,6 @@ class Hidden:
 
 @dataclass
 class _Flight:
-    """State that one step holds between its actions."""
-
     batches: Sequence[Batch]
     graphs: dict[Key, list[ForwardState]] = field(default_factory=dict)  # what a forward left for its backward
     rests: dict[Key, list[Rest]] = field(default_factory=dict)  # what the first half of a backward left for the second
@@ -54,8 +52,6 @@ class _Flight:
 
 @dataclass
 class _Turn:
-    """A computation in progress, and the message that it waits for."""
-
     name: str
     steps: Steps[None]
     work: Tokens | None
@@ -75,30 +71,32 @@ class _Turn:
 
 @dataclass(frozen=True)
 class RowResult:
-    """One step's outcome on this rank: its sum of scaled losses (0 off the last stage), and when each action ran."""
+    """The result of a step on this rank: the sum of scaled losses (0 on ranks without the last stage), and when each action ran."""
 
     nll: Tensor
     marks: list[tuple[str, Any, Any]]
 
 
 class Check(Protocol):
-    """A deferred check of the weights that a step begins with, resolved before its first backward. All ranks get the same result."""
+    """A deferred check of the weights with which a step begins, resolved before the step's first backward. All ranks get the same
+    result."""
 
     def holds(self) -> bool:
-        """Wait for the result: True if the weights are right."""
+        """Wait for the result of the check; return True if the weights are right."""
         ...
 
     def correct(self) -> None:
-        """Correct the weights. Called if they were wrong, when no computation is in progress. Raises if they cannot be corrected."""
+        """Correct the weights. Called if the check failed, when no computation is in progress. Raises an error if the weights cannot be
+        corrected."""
         ...
 
     def batches(self, begun: Sequence[Batch]) -> Sequence[Batch]:
-        """Return the batches to restart with after a correction: those that were `begun`, perhaps with another loss scale."""
+        """Return the batches with which the step restarts after a correction: the batches `begun`, perhaps with another loss scale."""
         ...
 
 
 class Executor:
-    """Interprets this rank's row of `program`. `stages` holds the stages that the program places on this rank."""
+    """Runs this rank's row of `program`. `stages` holds the stages that the program places on this rank."""
 
     def __init__(
         self, program: Program, stages: Mapping[int, Runner], *, reducer: Reducer, groups: Groups, hidden: Hidden
@@ -127,11 +125,13 @@ class Executor:
             "FETCH": self._fetch,
         }
         kinds = {action.kind for entry in program.rows[self.rank] for action in parts(entry)}
-        assert kinds <= {*self._computations, *self._handlers}, f"no handler for {kinds - {*self._computations, *self._handlers}}"
+        assert kinds <= {*self._computations, *self._handlers}, (
+            f"no handler for actions {kinds - {*self._computations, *self._handlers}}"
+        )
 
     def adopt(self, program: Program, hidden: Hidden) -> None:
-        """Continue with another program of the same stages, for instance with more microbatches, and with other shapes of activations.
-        Called between two steps and on all ranks together, because the ranks may have to make new communicators."""
+        """Switch to another program for the same stages, for instance with more microbatches or with another activation shape. All ranks
+        call `adopt` together, between two steps, because communicators may have to be created."""
         self.program, self.hidden = program, hidden
         self._make_lanes()
         self._last = {
@@ -143,8 +143,8 @@ class Executor:
         self._unmet = unmet(program, self.rank)
 
     def run(self, batches: Sequence[Batch], *, check: Check | None = None) -> RowResult:
-        """Run the row once over `batches`, which holds one batch per microbatch. Gradients are left on the parameters. If `check` finds
-        that the weights are wrong, it corrects them, and the row starts again."""
+        """Run this rank's row once over `batches`, which holds one batch per microbatch, and leave the gradients on the parameters. If
+        `check` finds wrong weights, it corrects them, and the row starts again."""
         assert len(batches) == self.program.microbatches, (len(batches), self.program.microbatches)
         row = self.program.rows[self.rank]
         begin = head(row)
@@ -153,7 +153,9 @@ class Executor:
             flight = self._play(begin, self._begin_again(check, flight))
         self._play(row[len(begin) :], flight)
         self._mark("WAIT", partial(self._let_leave, flight), flight)
-        assert not flight.graphs and not flight.rests and not flight.arrived, "a program that leaves work undone"
+        assert not flight.graphs and not flight.rests and not flight.arrived, (
+            "the program ended before all its computations were done"
+        )
         self.reducer.finish()
         for runner in self.stages.values():
             runner.free()
@@ -175,8 +177,8 @@ class Executor:
     # --- once more ---
 
     def _begin_again(self, check: Check, flight: _Flight) -> _Flight:
-        """Complete the messages in flight, drop the computed results, and correct the weights. Return a new flight that records the time
-        this took. No backward has run yet, so nothing was reduced and no router has counted."""
+        """Complete the messages in flight, drop the computed results, and correct the weights. Return a new `_Flight`, which also records
+        how long this took. No backward has run yet, so no gradient was reduced and no router has counted its tokens."""
         for message in self._unmet:
             if message.kind.startswith("SEND"):
                 flight.arrived[_target(message)] = self.hidden.empty().zero_()  # some rank may still compute with it
@@ -194,7 +196,6 @@ class Executor:
     # --- computation ---
 
     def _compute(self, entry: RowEntry, flight: _Flight) -> None:
-        """Run one computation, or two in turns: while one waits for a message, the other computes."""
         for action in parts(entry):
             if work := flight.waiting.pop((_reads(action), *_key(action)), None):
                 self._mark("WAIT", partial(wait_for, work), flight)
@@ -231,7 +232,6 @@ class Executor:
             flight.arrived["F", action.stage + 1, key[1]] = out  # here for the next stage, or for `_send`
 
     def _gradient(self, action: Action, flight: _Flight) -> Tensor | None:
-        """Return the gradient of the stage's output; on the last stage, the gradient of the objective."""
         return None if action.stage == self.program.stages - 1 else flight.arrived.pop(("B", *_key(action)))
 
     def _hand_back(self, action: Action, grad: Tensor | None, flight: _Flight) -> None:
@@ -256,27 +256,27 @@ class Executor:
     # --- weights ---
 
     def _reduces(self, action: Action) -> bool:
-        """True if gradients are reduced with this computation, part by part: a REDUCE follows it in the program."""
+        """True if this computation also reduces the gradients, part by part, because a REDUCE follows the computation in the program."""
         if self.program.schedule.mirrored is not None:  # the two ranks of a pair run their stages in opposite orders: at the end
             return False
         return self.program.zero >= 2 or self._last[action.stage] == action.microbatch
 
     def _gather(self, action: Action, flight: _Flight) -> None:
-        """ZeRO 1 and 2: begin to gather the stage's weights now. ZeRO 3: each part's weights are gathered inside the computation after
-        this action."""
+        """With ZeRO 1 and 2, begin to gather the stage's weights. With ZeRO 3, do nothing: the next computation gathers the weights of each
+        part."""
         with working_on(flight.batches[0].work):  # it tells the format
             self.stages[action.stage].gather(all_parts=self.program.schedule.mirrored is not None)
 
     def _reduce(self, action: Action, flight: _Flight) -> None:
-        """Reduce all gradients now, unless the computation before this action has already reduced each part's gradients when they were
-        complete."""
+        """In a bidirectional pipeline, reduce all gradients now. In other pipelines, do nothing: the previous computation has reduced each
+        part's gradients as soon as they were complete."""
         if self.program.schedule.mirrored is not None:
             self.stages[action.stage].reduce()
 
     # --- saved tensors ---
 
     def _offload(self, action: Action, flight: _Flight) -> None:
-        """No-op: the computation before this action has already moved each block's saved tensors at the end of the block's forward."""
+        """No-op: the previous computation has moved each block's saved tensors at the end of the block's forward."""
 
     def _fetch(self, action: Action, flight: _Flight) -> None:
         """Begin to bring back the saved tensors of the stage's last block. Each block's backward begins to bring back the saved tensors of
@@ -304,8 +304,8 @@ class Executor:
         flight.waiting[carries, stage, microbatch] = work
 
     def _tag(self, carries: str, stage: int, microbatch: int) -> int:
-        """Return a number for each message, so that gloo matches by name rather than by order (NCCL goes by order, which `lower`
-        keeps)."""
+        """Return the tag of a message, by which gloo matches sends and receives. NCCL ignores tags and matches by order, which `lower`
+        keeps."""
         return ((microbatch * self.program.stages) + stage) * 2 + (carries == "B")
 
     def _make_lanes(self) -> None:
@@ -323,12 +323,10 @@ def _lane(channel: Channel) -> tuple[str, bool]:
 
 
 def _reads(action: Action) -> str:
-    """Return the kind of input that a computation reads: activations or gradients."""
     return "F" if action.kind == "F" else "B"
 
 
 def _target(send: Action) -> tuple[str, int, int]:
-    """Return the tensor that a send carries, under the receiver's name for it."""
     stage, microbatch = _key(send)
     carries = send.kind[-1]
     return carries, stage + 1 if carries == "F" else stage - 1, microbatch

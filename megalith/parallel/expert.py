@@ -1,8 +1,9 @@
-"""Expert parallelism (GShard, Lepikhin et al. 2020, arXiv:2006.16668): experts are divided among ranks, and tokens are sent to
-them and back.
+"""Expert parallelism (GShard, Lepikhin et al. 2020, arXiv:2006.16668): experts are divided among ranks, and tokens are sent to them and
+back.
 
-Every rank routes its own tokens. On an `expert` line of e ranks, rank i holds experts [i E/e, (i + 1) E/e). The ranks of an
-`expert_tensor` group hold the same experts and split their hidden width, so each rank sees the tokens of the whole group.
+Every rank routes its own tokens. In an `expert` group of e ranks, rank i of the group holds experts i E/e to (i + 1) E/e - 1 of all E
+experts. The ranks of an `expert_tensor` group hold the same experts and split their hidden width, so each of these ranks receives the
+tokens of the whole group.
 """
 
 from collections.abc import Sequence
@@ -36,10 +37,10 @@ SPLITS: dict[
 
 def split_experts(moe: Moe, groups: Groups, plan: Plan) -> dict[str, Place]:
     """Keep only this rank's experts, which may still be on the meta device, and replace the token dispatcher and the balance sets. Return
-    the place of each split parameter by its name in `moe`. All other parameters are whole.
+    the `Place` of each split parameter, by the parameter's name in `moe`. Parameters that are not returned are not split.
 
-    A rank's x is its part of each sequence: under context parallelism an early and a late chunk, and with `plan.sequence` its tensor rank's
-    share of these. Raises ValueError if the number of experts or their width cannot be divided.
+    The input x of a rank is that rank's part of each sequence: with context parallelism, an early and a late chunk; with `plan.sequence`,
+    the tensor rank's share of these chunks. Raises ValueError if the number or the width of the experts cannot be divided evenly.
     """
     experts, hidden = moe.experts.up.shape[:2]
     problems = []
@@ -59,8 +60,8 @@ def split_experts(moe: Moe, groups: Groups, plan: Plan) -> dict[str, Place]:
 
 
 def share_experts(experts: Experts, by_expert: tuple[int, int], by_width: tuple[int, int]) -> None:
-    """Keep one rank's experts, and its part of the hidden width of each. `by_expert` and `by_width`: (the rank's place, the number of
-    ranks) along `expert` and `expert_tensor`."""
+    """Keep only the experts of one rank, and only this rank's part of each expert's hidden width. `by_expert` and `by_width` are pairs (the
+    rank's place, the number of ranks) along the axes `expert` and `expert_tensor`."""
     for name, weight in list(experts.named_parameters()):
         share = weight.detach()
         for placement, (place, ranks) in zip(SPLITS[name][0], (by_expert, by_width), strict=True):
@@ -69,7 +70,7 @@ def share_experts(experts: Experts, by_expert: tuple[int, int], by_width: tuple[
 
 
 def held_of(weight: Tensor, place: Place) -> HeldExperts:
-    """Return the experts that a weight from `split_experts` holds, and which part of each."""
+    """Return which experts, and which part of each, a weight holds after `split_experts`."""
     _, by_width = place.split
     assert isinstance(by_width, Shard)
     first = place.mesh.get_local_rank(2) * weight.shape[0]
@@ -85,8 +86,9 @@ def _share(x: Tensor, placement: Placement, index: int, parts: int) -> Tensor:
 
 
 def spans_of(seq: int, *, context: int, contexts: int, share: int = 0, shares: int = 1) -> tuple[range, ...]:
-    """Return the positions in the sequence of a context rank's `seq` tokens, or of share `share` of them. A sequence has 2 * contexts
-    chunks; rank i has the i-th chunk from each end, so that causal attention costs the same on all ranks."""
+    """Return the positions, in the whole sequence, of the `seq` tokens of a context rank, or of the tensor rank that has share `share` of
+    the context rank's tokens. A sequence has 2 * contexts chunks; context rank i has the i-th chunk from each end, so that causal attention
+    costs the same on all ranks."""
     whole = seq * shares * contexts
     pieces = [range(whole)]
     if contexts > 1:
@@ -103,7 +105,7 @@ def spans_of(seq: int, *, context: int, contexts: int, share: int = 0, shares: i
 
 
 class DistributedBalanceSets:
-    """Sets of tokens that are spread over ranks. Without `sequence`, the ranks of a tensor group have the same tokens."""
+    """Balance sets whose tokens are distributed over ranks. Without `sequence`, all ranks of a tensor group have the same tokens."""
 
     def __init__(self, groups: Groups, *, sequence: bool) -> None:
         here, mesh = groups.coordinates, groups.mesh
@@ -158,7 +160,7 @@ def _total(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 @dataclass(frozen=True)
 class AllToAllTraffic(Traffic):
-    """One token dispatch between this rank and the others of its expert group: the number of rows, and their order."""
+    """Row counts of one token dispatch between this rank and the other ranks of its expert group, and the order of the received rows."""
 
     send: list[int]  # rows to each rank
     receive: list[int]  # rows from each
@@ -167,7 +169,8 @@ class AllToAllTraffic(Traffic):
 
 
 class AllToAllDispatcher:
-    """Dispatch tokens to the ranks that hold their experts. The numbers of rows are sent first, unless tokens are distributed evenly."""
+    """Dispatches tokens to the ranks that hold their experts. Ranks exchange the numbers of rows first, unless tokens are distributed
+    evenly."""
 
     def __init__(self, groups: Groups, *, sequence: bool) -> None:
         self.expert, self.expert_tensor = groups.expert, groups.expert_tensor
@@ -244,8 +247,8 @@ class AllToAllDispatcher:
         return scatter_rows(out, traffic.gathered, self.expert_tensor) if split else out
 
     def _ask(self, counts: Tensor) -> tuple[list[int], list[list[list[int]]]]:
-        """Return the rows that this rank sends to each expert, and the rows that arrive, [expert_tensor rank][sender][this rank's
-        expert]."""
+        """Exchange row counts. Return the number of rows that this rank sends to each expert, and the numbers of rows that arrive, by
+        [expert_tensor rank][sender][this rank's expert]."""
         ranks, parts = self.expert.size(), self.expert_tensor.size()
         arriving = counts
         if ranks > 1:
@@ -260,7 +263,6 @@ class AllToAllDispatcher:
         return sent.tolist(), rest.view(parts, ranks, -1).tolist()
 
     def _even_traffic(self, even: EvenRouting) -> tuple[list[int], list[list[list[int]]]]:
-        """Return the traffic of evenly distributed tokens, without communication."""
         of = {
             place: even.counts(
                 spans_of(even.seq, context=place[0], contexts=self._contexts, share=place[1], shares=self._tensors)
@@ -294,30 +296,25 @@ def _start(rows: Tensor, receive: list[int], send: list[int], group: dist.Proces
 
 
 def _outward(rows: Tensor, traffic: AllToAllTraffic, group: dist.ProcessGroup) -> Pending:
-    """Dispatch rows to the ranks of their experts."""
     return _start(rows, traffic.receive, traffic.send, group)
 
 
 def _homeward(rows: Tensor, traffic: AllToAllTraffic, group: dist.ProcessGroup) -> Pending:
-    """Send rows back to the ranks they came from."""
     return _start(rows, traffic.send, traffic.receive, group)
 
 
 def _gather_rows(rows: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Return the rows of all ranks, in rank order; `sizes`: the number of rows of each."""
     copies = rows.repeat(group.size(), 1)
     return _start(copies, sizes, [rows.shape[0]] * group.size(), group).wait()
 
 
 def _scatter_rows(rows: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's rows of the sum over the ranks, added in rank order."""
     mine = sizes[group.rank()]
     parts = _start(rows, [mine] * group.size(), sizes, group).wait()
     return parts.unflatten(0, (group.size(), mine)).sum(0)
 
 
 def _take(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's share of a sequence that all ranks have."""
     assert x.shape[1] % group.size() == 0, (x.shape, group.size())
     return x.chunk(group.size(), 1)[group.rank()].contiguous()
 

@@ -1,6 +1,6 @@
 """Gradients after the last backward of a step: sums partial gradients, and computes and clips the global norm.
 
-Each element is counted once: by the first rank that holds it.
+In the norm, each element is counted once, by the first rank that holds the element.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,19 +18,19 @@ from megalith.parallel.groups import Groups
 
 
 class NotFinite(ArithmeticError):  # noqa: N818  # it says what was found
-    """A gradient or the loss is NaN or infinite; the message names the step and the parameters."""
+    """The loss or a gradient is NaN or infinite; the error's message names the step and the parameters."""
 
 
 @dataclass(frozen=True)
 class SharedParameters:
-    """Parameters that other ranks hold too, although their DTensors do not show it."""
+    """Parameters that several ranks hold although the parameters' DTensors do not show this."""
 
     partial: tuple[str, ...]  # whole on every tensor rank, each with only a part of the gradient
     tied: tuple[str, ...]  # on the first and on the last pipeline rank
 
 
 def shared(weights: Mapping[str, Weight], *, tied: Iterable[str], groups: Groups) -> SharedParameters:
-    """Find the parameters. `tied`: names of parameters that both ends of the pipeline hold."""
+    """Find the shared parameters among `weights`. `tied`: names of the parameters that both ends of the pipeline hold."""
     partial = tuple(name for name, weight in weights.items() if weight.partial and groups.mesh.tensor > 1)
     return SharedParameters(partial, tuple(name for name in tied if name in weights))
 
@@ -47,7 +47,6 @@ def _grad(parameter: nn.Parameter) -> Tensor:
 
 
 def _sum_bucket(grads: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Sum all gradients in one all-reduce."""
     if not grads:
         return
     bucket = torch.cat([grad.flatten() for grad in grads])
@@ -57,13 +56,12 @@ def _sum_bucket(grads: list[Tensor], group: dist.ProcessGroup) -> None:
 
 
 def counted(parameters: Mapping[str, nn.Parameter], shares: SharedParameters, groups: Groups) -> list[str]:
-    """The parameters whose share this rank counts in a sum over all ranks."""
+    """Return the parameters that this rank counts in a sum over all ranks, so that each share is counted once."""
     first_end = groups.coordinates["pipeline"] == 0
     return [name for name, p in parameters.items() if (first_end or name not in shares.tied) and _first_holder(p)]
 
 
 def _first_holder(parameter: nn.Parameter) -> bool:
-    """True if this is the first of the ranks that hold the same share."""
     kept = parameter
     assert isinstance(kept, DTensor)
     place = kept.device_mesh.get_coordinate()
@@ -74,23 +72,24 @@ def _first_holder(parameter: nn.Parameter) -> bool:
 LARGE = 1 << 16
 """The largest number of squares that a CPU can sum in fp32 with a relative error below 1e-6."""
 ROW, ROWS = 4096, 256
-"""The elements of a row into which a larger tensor is cut, and the rows that are added up at once."""
+"""Larger tensors are cut into rows of ROW elements, and ROWS rows are summed at once."""
 
 
 class Norms(NamedTuple):
     """Norms of the pieces of one gradient, from which its sum of squares is computed."""
 
     rest: Tensor
-    """The norm of the whole tensor, or of the elements that do not fill a row: fp32."""
+    """The norm of the whole tensor, or, if the tensor is cut into rows, of the elements that do not fill a row; fp32."""
     rows: tuple[Tensor, ...] = ()
-    """The norms of rows: fp32 [rows], one after another."""
+    """Tensors fp32 [rows] with the norms of consecutive rows."""
 
 
 def norms_of(grads: Iterable[Tensor]) -> list[Norms]:
     """Measure each gradient for `total_of`.
 
-    A CPU adds up a whole tensor in a few fp32 accumulators, which grow until small numbers no longer change them: with 33 million numbers,
-    a third of a percent is lost. So large tensors are added up row by row, and rows in fp64. A GPU's own sum already works in rows.
+    A CPU sums a whole tensor in a few fp32 accumulators, which grow until small numbers no longer change them: for 33 million elements, the
+    sum is 0.3 % too small. Therefore large tensors on a CPU are summed row by row, and the row sums are added in fp64. A GPU sums in rows
+    by itself.
     """
     rests, rows = list[Tensor](), list[tuple[Tensor, ...]]()
     for share in map(local, grads):
@@ -108,7 +107,7 @@ def norms_of(grads: Iterable[Tensor]) -> list[Norms]:
 
 
 def total_of(norms: Sequence[Norms]) -> Tensor:
-    """Return the sum of the squares of all gradients that were measured: an fp64 scalar, within 1e-6 of the exact one."""
+    """Return the sum of squares of all gradients, from their `norms`: an fp64 scalar, with a relative error below 1e-6."""
     if not norms:
         return torch.zeros((), dtype=torch.float64)
     rows = [row for each in norms for row in each.rows]
@@ -116,7 +115,7 @@ def total_of(norms: Sequence[Norms]) -> Tensor:
 
 
 def sum_of_squares(grads: Iterable[Tensor]) -> Tensor:
-    """Return the sum of the squares of all elements: an fp64 scalar, within 1e-6 of the exact one."""
+    """Return the sum of squares of all elements: an fp64 scalar, with a relative error below 1e-6."""
     return total_of(norms_of(grads))
 
 
@@ -139,9 +138,9 @@ def not_finite_elements(
     forward: Iterable[str] = (),
     freed: Mapping[str, Tensor] | None = None,
 ) -> dict[str, int]:
-    """Return the number of NaN or infinite elements over all ranks, for each gradient that has some. The result is in the order of backward
-    if `forward` names the model's parameters in the order of forward, else by name. `freed`: the `odd_elements` of gradients that are no
-    longer held. Every rank of `world` calls this together."""
+    """Return, for each gradient with NaN or infinite elements, their number over all ranks. If `forward` names the model's parameters in
+    the order of forward, the result is in the order of backward; otherwise it is sorted by name. `freed`: the `odd_elements` of gradients
+    that were freed. Every rank of `world` calls this together."""
     bad = {name: int(odd_elements(_grad(p))) for name, p in parameters.items() if p.grad is not None}
     bad |= {name: int(count) for name, count in (freed or {}).items()}
     everywhere: list[dict[str, int]] = [{} for _ in range(world.size())]
@@ -161,17 +160,17 @@ def where_not_finite(
     forward: Iterable[str] = (),
     freed: Mapping[str, Tensor] | None = None,
 ) -> str:
-    """Name the parameters whose gradients hold NaN or infinite elements, with their number. The arguments are those of
-    `not_finite_elements`."""
+    """Return a text that names the parameters whose gradients hold NaN or infinite elements, and the number of these elements. The
+    arguments are those of `not_finite_elements`."""
     total = not_finite_elements(parameters, world=world, forward=forward, freed=freed)
     worst = ", ".join(f"{name} ({count} elements)" for name, count in [*total.items()][:5])
     more = f" and {len(total) - 5} more" if len(total) > 5 else ""
-    return f"gradients of {worst}{more}" if total else "no single gradient: the sum of their squares overflowed"
+    return f"gradients of {worst}{more}" if total else "no single gradient (the sum of the gradients' squares overflowed)"
 
 
 def not_finite(step: int, *, reason: str, where: str) -> NotFinite:
     """Return the error for step `step` + 1 if its loss or gradient norm is not finite."""
     return NotFinite(
         f"step {step + 1}: {reason}; NaN or Inf in {where}. No weight was changed. "
-        f"{NUMERICS} Any checkpoint of this run is from before this step."
+        f"{NUMERICS} All checkpoints of this run were saved before this step."
     )

@@ -1,7 +1,7 @@
 """Process groups of the mesh of `megalith.mesh`.
 
-Some started ranks may not train: `world` is the group of the ranks that train, and every rank of a mesh is numbered in it. Only `join`,
-which makes `world`, and `Groups.build` use torch's default group.
+Some of the started ranks may not train, so `world` is the group of the ranks that train, and a mesh numbers its ranks within `world`. Only
+`join`, which makes `world`, and `Groups.build` use torch's default group.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ Coordinates = dict[str, int]
 
 @dataclass(frozen=True)
 class Groups:
-    """This rank's place on the mesh and the process groups it is in. All ranks build their `Groups` at the same time."""
+    """This rank's place on the mesh, and the process groups to which it belongs. All ranks build their `Groups` at the same time."""
 
     mesh: Mesh
     world: dist.ProcessGroup  # the ranks that train, in the mesh's order
@@ -40,8 +40,8 @@ class Groups:
 
     @classmethod
     def build(cls, mesh: Mesh, *, device: str, world: dist.ProcessGroup | None = None) -> "Groups":
-        """Build this rank's groups. `world` is the group of the ranks that train; None: all ranks of the default group, which must be
-        initialised. Raises ValueError if `world` does not have `mesh.ranks` ranks."""
+        """Build this rank's groups. `world`: the group of the ranks that train; None: torch's default group, which must be initialised.
+        Raises ValueError if `world` does not have `mesh.ranks` ranks."""
         world = world or dist.group.WORLD
         assert world is not None, "torch.distributed is not initialised"
         if world.size() != mesh.ranks:
@@ -71,7 +71,7 @@ class Groups:
 
     @cached_property
     def coordinates(self) -> Coordinates:
-        """This rank's place on each axis of work, which determines its computations."""
+        """This rank's place on each axis of work; the places determine what the rank computes."""
         return self.mesh.coordinates(self.rank)
 
     @property
@@ -96,9 +96,9 @@ def _same(one: Coordinates, other: Coordinates, but: Sequence[str]) -> bool:
 def _device_mesh(
     world: dist.ProcessGroup, device: str, axes: tuple[str, ...], sizes: tuple[int, ...], place: Callable[[int], Coordinates]
 ) -> DeviceMesh:
-    """Return the device mesh of the ranks of `world` over `axes`: this rank's slice along all axes but the first.
+    """Return this rank's device mesh: the ranks of `world` with this rank's place on the first of `axes`, arranged along the other axes.
 
-    This rank makes the groups itself, because torch would make every rank of the default group create the groups of all ranks.
+    Each rank makes only its own groups. If torch made the mesh, every rank would have to create the groups of all ranks.
     """
     here = place(world.rank())
     places = [place(rank) for rank in range(world.size())]
@@ -113,27 +113,29 @@ def _device_mesh(
 
 
 MESSAGES_ONLY = "messages"
-"""Description of a group whose members send different numbers of messages, so that counts of messages do not show which rank is late."""
+"""Description of a group whose members send different numbers of messages. In such a group, the counts of messages do not show which rank
+is late."""
 
 
 def group_of(world: dist.ProcessGroup, ranks: Sequence[int], *, purpose: str | None = None) -> dist.ProcessGroup:
-    """Make a process group of some ranks of `world` on its members only: with thousands of ranks, making every group on every rank would
-    take minutes.
+    """Make a process group of some ranks of `world`; only its members call this. With thousands of ranks, creating every group on every
+    rank would take minutes.
 
-    All ranks must create the same number of groups, or later groups never form: torch names groups by their count.
+    All ranks must create the same number of groups, because torch names groups by their count; otherwise later groups never form.
     """
     everyone = dist.get_process_group_ranks(world)
     return _made(dist.new_group([everyone[rank] for rank in ranks], use_local_synchronization=True, group_desc=purpose))
 
 
 def another(world: dist.ProcessGroup, *, timeout: timedelta, purpose: str | None = None) -> dist.ProcessGroup:
-    """A further group of all ranks of `world`, for CPU tensors: its messages do not wait for messages of other groups."""
+    """Make a separate gloo group of all ranks of `world`, for CPU tensors, so that its messages do not wait for messages of other
+    groups."""
     ranks = dist.get_process_group_ranks(world)
     return _made(dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True, group_desc=purpose))
 
 
 def _made(group: object) -> dist.ProcessGroup:
-    assert isinstance(group, dist.ProcessGroup), "the calling rank is not in the group"
+    assert isinstance(group, dist.ProcessGroup), "this rank is not in the group that it creates"
     return group
 
 
@@ -144,6 +146,6 @@ def ranks_in(world: dist.ProcessGroup, group: dist.ProcessGroup) -> list[int]:
 
 
 def wait_for(work: Any) -> None:
-    """Wait for communication. The function's name is recognisable: a rank whose stack ends here waits for another rank
-    (`control.watch`)."""
+    """Wait for communication. A rank whose stack ends in this function waits for another rank; `control.watch` recognises it by the
+    function's name."""
     work.wait()

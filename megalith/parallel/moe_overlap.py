@@ -1,12 +1,12 @@
-"""Runs a block with experts on other ranks as several autograd graphs, with the exchanges of tokens between the graphs.
+"""Runs a block whose experts are on other ranks as several autograd graphs, with the exchanges of tokens between the graphs.
 
-Attention with routing, the shared expert, the experts, and the sum have one graph each. While rows are in flight, an executor runs other
-work: the other microbatch of an overlap, or at least the shared expert. Backward exchanges the gradients in the reverse order.
+There are four graphs: attention with routing, the shared expert, the experts, and the final sum. While rows are in flight, the executor
+runs another microbatch, or at least the shared expert. Backward exchanges the gradients in the reverse order.
 
-Dispatched rows are the largest tensors, so only the received rows of a microbatch in flight are kept, for the gradients of the experts'
-weights. Combined results are not kept, although the gradients of the routing weights depend on them. Instead, each routing weight is sent
-with the gradient of its result; the expert's rank computes the weight's gradient and sends it back. The order of operations is the same,
-and so are the bits.
+Rows of tokens are the largest tensors, so a rank keeps only the rows that its experts received, which the gradients of the experts' weights
+need. The combined results are not kept, although the gradients of the routing weights depend on them. Instead, each routing weight is sent
+to the expert's rank, which computes the weight's gradient and sends it back. The operations have the same order as in a plain backward, so
+the gradients have the same bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ from megalith.parallel.retain import STAYS, SavedTensor, Shelf, unpack_saved
 
 
 def dispatches_tokens(part: nn.Module) -> TypeGuard[Block]:
-    """True for a block whose tokens leave this rank. It is False for a compiled block, which is a single graph."""
+    """True for a block that sends tokens to experts on other ranks, unless the block is compiled: a compiled block is a single graph."""
     if not isinstance(part, Block) or not isinstance(part.mlp, Moe) or isinstance(part.mlp.dispatcher, LocalDispatcher):
         return False
     return part._compiled_call_impl is None
@@ -43,12 +43,13 @@ class BlockComputations:
 
     @property
     def destinations(self) -> Destinations:
-        """Destinations of the tokens; the routing weights are detached."""
+        """The destinations of the tokens, with detached routing weights."""
         assert self._destinations is not None
         return self._destinations
 
     def attend(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return x plus attention, the MLP's input, the tokens of this input that the rank sends, and their routing weights."""
+        """Return x plus the attention's output, the MLP's input, the tokens of the MLP's input that this rank sends, and the routing
+        weights of these tokens."""
         residual, normal = unwrapped(self.block, "attend")(x, self.batch)
         routing = self.moe.route(normal, self.batch)
         own, weights = self.moe.enter(normal, routing)
@@ -57,7 +58,7 @@ class BlockComputations:
         return residual, normal, own, weights
 
     def shared_expert(self, normal: Tensor) -> tuple[Tensor, ...]:
-        """Return the shared expert's output, if there is a shared expert."""
+        """Return the shared expert's output; empty if the block has no shared expert."""
         made = unwrapped(self.moe, "shared_expert")(normal)
         return () if made is None else (made,)
 
@@ -66,14 +67,15 @@ class BlockComputations:
         return (unwrapped(self.moe, "run")(rows, self.destinations),)
 
     def join(self, residual: Tensor, tokens: Tensor, *shared_expert: Tensor) -> tuple[Tensor]:
-        """Return the block's output, from the tokens' sums."""
+        """Return the block's output, from each token's weighted sum over its experts, `tokens`."""
         out = self.moe.leave(tokens, self.destinations)
         return (self.block.join(residual, out + shared_expert[0] if shared_expert else out),)
 
 
 @dataclass(frozen=True)
 class RecomputeChoice:
-    """Computations that run again in backward, from their saved inputs; `rows`: rows are dispatched to their experts again."""
+    """A choice of the computations of a block that run again in backward, from their saved inputs. `rows`: the rows are also dispatched to
+    their experts again."""
 
     attend: bool
     shared_expert: bool
@@ -82,7 +84,7 @@ class RecomputeChoice:
 
     @classmethod
     def of(cls, computations: BlockComputations) -> "RecomputeChoice":
-        """Return the choice that `parallel.recompute` set on the block."""
+        """Return the choice that `parallel.recompute` made for the block."""
         block, moe = computations.block, computations.moe
         mixture = is_checkpointed(block) or is_checkpointed(moe)
         return cls(
@@ -94,8 +96,8 @@ class RecomputeChoice:
 
 
 class Replay:
-    """A function whose graph is built in forward, or, with `recompute`, rebuilt from its inputs shortly before backward. `shelf` keeps the
-    tensors that forward saves."""
+    """A function whose graph is built in forward or, with `recompute`, built from the saved inputs shortly before backward. `shelf` keeps
+    the tensors that forward saves."""
 
     def __init__(self, computations: Callable[..., tuple[Tensor, ...]], *, recompute: bool, shelf: Shelf) -> None:
         self.computations, self.recompute, self.shelf = computations, recompute, shelf
@@ -103,7 +105,7 @@ class Replay:
         self._inputs: tuple[Tensor | SavedTensor, ...] = ()
 
     def run(self, *inputs: Tensor, keep: bool = True) -> tuple[Tensor, ...]:
-        """Run the forward. Without `keep`, `rerun` must be given the inputs again."""
+        """Run the forward. If not `keep`, the inputs are not saved, and the caller must pass them to `rerun`."""
         if not self.recompute:
             return self._make(inputs, self.shelf)
         self._inputs = tuple(map(self.shelf.put, inputs)) if keep else ()
@@ -111,7 +113,7 @@ class Replay:
             return self.computations(*inputs)
 
     def rerun(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Run the forward again, with its graph."""
+        """Run the forward again, and build its graph."""
         inputs, self._inputs = inputs or tuple(map(unpack_saved, self._inputs)), ()
         return self._make(inputs, STAYS)
 
@@ -164,14 +166,12 @@ class BlockGraphs:
         return self.attend.gradients([of_residual, of_normal, sums_of(of_rows, None, destinations.order), of_weights], queue)[0]
 
     def _send_again(self) -> Pending:
-        """Dispatch the experts' input rows again, from the kept tokens."""
         computations = self.computations
         assert self.normal is not None
         own = computations.moe.dispatcher.enter(unpack_saved(self.normal)).flatten(0, 1)
         return computations.moe.start_dispatch(rows_of(own, computations.destinations.order), computations.destinations.traffic)
 
     def _shared_backward(self, of_shared: Sequence[Tensor | None], queue: Queue | None) -> Tensor | None:
-        """Return the gradient of the shared expert's input, if there is a shared expert."""
         if not of_shared:
             return None
         if self.recompute.shared_expert:
@@ -181,8 +181,8 @@ class BlockGraphs:
         return self.shared_expert.gradients(of_shared, queue)[0]
 
     def _weigh(self, of_sent: Tensor, factors: Tensor) -> Tensor:
-        """Turn gradients of weighted results [rows, dim] into gradients of the results, in place; return the gradients of the
-        weights [rows, 1]."""
+        """Multiply `of_sent`, the gradients of the weighted results [rows, dim], by the routing weights `factors`, in place: this gives the
+        gradients of the experts' results. Return the gradients of the routing weights [rows, 1]."""
         assert self.sent is not None
         products = (unpack_saved(self.sent) * of_sent).sum(-1, keepdim=True, dtype=torch.float32)
         self.sent = None
@@ -191,7 +191,7 @@ class BlockGraphs:
 
 
 def forward(block: Block, x: Tensor, batch: Batch, shelf: Shelf = STAYS) -> Steps[tuple[Tensor, Graph]]:
-    """Run `block(x, batch)` in steps; return the output and its graphs, whose tensors `shelf` keeps."""
+    """Run `block(x, batch)` in steps; return the output and the graphs. `shelf` keeps the tensors that the graphs save."""
     computations = BlockComputations(block, batch)
     recompute, dispatcher = RecomputeChoice.of(computations), computations.moe.dispatcher
     attend, shared_expert, experts = (

@@ -1,10 +1,11 @@
-"""Small collectives of CPU tensors in one round of messages. In gloo, a gather takes N - 1 steps around a ring, and a sum twice as many; in
-each step every rank needs a processor. If ranks share a few cores, waiting for a processor takes nearly all of a small collective's time
-(benchmarks/collectives.py). Here every rank sends its part to all others at once, in one all-to-all. This moves as many bytes as the ring
-(for an all-reduce, N / 2 times as many). Sums are added in rank order, so that all ranks get the same bits.
+"""Small collectives of CPU tensors in one round of messages. In gloo, an all-gather over N ranks takes N - 1 steps around a ring, and an
+all-reduce takes twice as many; in each step every rank needs a CPU core. If ranks share a few cores, small collectives spend nearly all of
+their time waiting for a core (benchmarks/collectives.py). In this module, every rank sends its part to all others in one all-to-all. An
+all-gather or reduce-scatter then moves as many bytes as around the ring; an all-reduce moves N / 2 times as many. Terms are added in rank
+order, so that all ranks get the same bits.
 
-The module replaces the CPU kernels of torch's own operations, so callers and counters of these operations see no difference. Larger
-tensors, other operators and other backends are handled as before.
+The module replaces the CPU kernels of torch's own operations, so code that calls or counts these operations does not change. For larger
+tensors, other reduction operators and other backends, torch's own code runs.
 """
 
 import warnings
@@ -25,24 +26,24 @@ from torch._C._distributed_c10d import (
 )
 
 MAXIMUM = {"gather": 4 << 20, "scatter": 16 << 20, "reduce": 512 << 10}
-"""Sizes of the whole tensor, in bytes, up to which one round is faster (benchmarks/collectives.py). gloo's reduce-scatter sums everything
-on every rank, so for it one round was faster at every measured size."""
+"""The size of the whole tensor, in bytes, up to which one round of messages is faster than the ring (benchmarks/collectives.py). For a
+reduce-scatter, one round was faster at every measured size, because gloo's reduce-scatter sums the whole tensor on every rank."""
 
 ADDS: dict[Any, Callable[[Tensor], Tensor]] = {
     ReduceOp.SUM: lambda parts: parts.sum(0, dtype=parts.dtype),
     ReduceOp.MAX: lambda parts: parts.amax(0),
     ReduceOp.MIN: lambda parts: parts.amin(0),
 }
-"""Reductions of the parts of all ranks, [ranks, numbers]."""
+"""For each operator, the function that reduces the parts of all ranks, [ranks, numbers]."""
 
 CAN_ADD = hasattr(ReduceOp, "unbox")
-"""True if a kernel can read the reduction operator. With torch 2.11 it is False, and only gathers take one round."""
+"""True if a kernel can read the reduction operator. With torch 2.11 this is False, and only all-gathers take one round."""
 
 _installed: library.Library | None = None
 
 
 def install() -> None:
-    """Make collectives of CPU tensors in this process take one round if that is faster."""
+    """From this call on, collectives of CPU tensors in this process take one round where one round is faster."""
     global _installed
     if _installed is None:
         _installed = library.Library("c10d", "IMPL")
@@ -85,7 +86,8 @@ def scatter(
 def reduce(
     tensors: list[Tensor], boxed: Any, operator: Any, sparse: Tensor | None, async_op: bool = True, timeout: int = -1
 ) -> tuple[list[Tensor], Any]:
-    """`c10d::allreduce_`. With fewer elements than ranks, most steps of the ring are empty, and the ring is faster."""
+    """`c10d::allreduce_`. A tensor with fewer elements than ranks uses the ring, which is then faster because most of its steps are
+    empty."""
     group, operator = ProcessGroup.unbox(boxed), ReduceOp.unbox(operator)
     backend, adds, ranks, (first, *more) = _backend(group), _adds(operator), group.size(), tensors
     if adds and sparse is None and not more and first.numel() >= ranks and _small("reduce", backend, first):
@@ -99,7 +101,7 @@ def reduce(
 
 
 class _Added(Work):
-    """Parts in flight; `wait` adds them up."""
+    """A pending sum: `wait` waits for the parts of all ranks and adds them up."""
 
     alive: ClassVar["set[_Added]"] = set()  # torch keeps the half of it that is not Python's
 
@@ -122,7 +124,6 @@ class _Added(Work):
 
 
 def _backend(group: ProcessGroup) -> Any:
-    """Return a group's backend for CPU tensors. Its type is Any, because torch's stubs leave out its collectives."""
     return group._get_backend(torch.device("cpu"))
 
 
@@ -135,7 +136,6 @@ def _adds(operator: ReduceOp) -> Callable[[Tensor], Tensor] | None:
 
 
 def _times(tensor: Tensor, ranks: int) -> Tensor:
-    """Return the numbers of a tensor, repeated for each rank."""
     return tensor.reshape(-1).repeat(ranks)
 
 
@@ -144,7 +144,6 @@ def _exchange(backend: Any, arriving: Tensor, leaving: Tensor, timeout: int) -> 
 
 
 def _options(options: Any, timeout: int, async_op: bool = True) -> Any:
-    """Set the options as torch's own kernel does; `timeout` -1: the group's time-out."""
     if timeout >= 0:
         options.timeout = timedelta(milliseconds=timeout)
     options.asyncOp = async_op

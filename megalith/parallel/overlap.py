@@ -1,10 +1,10 @@
 """Sends activations between tensor ranks in pieces, so that one piece is in flight while another is multiplied (Wang et al. 2023, "Overlap
 communication with dependent computation via decomposition", ASPLOS).
 
-The exchange at the boundary of a split module is done in pieces, inside its first and its last products. First products: pieces of the
-sequence are gathered, and each is multiplied when it arrives, while later pieces are in flight. Last product: each piece is reduced as soon
-as it is computed. Backward does the reverse. While the last piece of the input's gradient is in flight, the weight gradient is computed.
-The number of bytes does not change, only the number of calls.
+The activations at the boundary of a split module are exchanged in pieces, during the module's first and last products. During the first
+products, pieces of the sequence are gathered, and each piece is multiplied when it arrives, while later pieces are in flight. During the
+last product, each piece is reduced as soon as it is computed. Backward does the reverse, and computes the weight gradient while the last
+piece of the input's gradient is in flight. The same number of bytes is sent, in more calls.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,15 +29,15 @@ class PendingPiece:
     work: Any
 
     def wait(self) -> Tensor:
-        """Wait for the piece, and return it."""
+        """Wait until the piece has arrived, and return it."""
         self.work.wait()
         return self.piece
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """Exchanges activations among the ranks of `group`, in `count` pieces. With `sequence`, each rank has a share of the sequence between
-    split modules; otherwise every rank has the whole sequence."""
+    """Exchanges activations among the ranks of `group`, in `count` pieces. With `sequence`, each rank has only a share of the sequence
+    outside split modules; without it, every rank has the whole sequence there."""
 
     group: dist.ProcessGroup
     sequence: bool
@@ -48,7 +48,7 @@ class Pieces:
         return self.group.size() if self.sequence else 1
 
     def slices(self, length: int) -> list[slice]:
-        """Cut a share of `length` into pieces: as even as possible, none empty."""
+        """Cut a share of `length` tokens into pieces that are as equal as possible and not empty."""
         ends = [length * number // self.count for number in range(self.count + 1)]
         return [slice(start, end) for start, end in pairwise(ends) if end > start]
 
@@ -72,7 +72,8 @@ class Pieces:
         return PendingPiece(out, part, dist.reduce_scatter_tensor(out, part.flatten(0, 1), group=self.group, async_op=True))
 
     def gathered(self, x: Tensor, use: Callable[[slice, Tensor], None]) -> Tensor:
-        """Gather x [batch, length, ...] to [batch, seq, ...]; call `use` on each piece [shares, batch, length, ...] when it arrives."""
+        """Gather x [batch, length, ...] to [batch, seq, ...], in pieces; call `use` with each piece [shares, batch, piece's length, ...]
+        when it arrives."""
         if not self.sequence:
             use(slice(0, x.shape[1]), x[None])
             return x
@@ -85,8 +86,8 @@ class Pieces:
         return whole
 
     def added_up(self, length: int, make: Callable[[slice], Tensor], meanwhile: Callable[[], None] = lambda: None) -> Tensor:
-        """Reduce partial sums that `make` computes piece by piece: each piece is in flight while the next is computed, and `meanwhile` runs
-        while the last one is in flight. Return this rank's share [batch, length, ...]."""
+        """Reduce partial sums that `make` computes piece by piece, and return this rank's share [batch, length, ...] of the total. Each
+        piece is reduced while `make` computes the next piece; `meanwhile` runs while the last piece is being reduced."""
         moving = [self.add_up(make(where)) for where in self.slices(length)]
         meanwhile()
         return torch.cat([pending.wait() for pending in moving], dim=1)
@@ -161,8 +162,6 @@ class _Leave(torch.autograd.Function):
 
 
 class _Given(nn.Module):
-    """Returns the product of a first layer, which `_Enter` has already computed."""
-
     def __init__(self, recipe: Multiply, made: dict[int, Tensor], number: int) -> None:
         super().__init__()
         self.recipe, self.made, self.number = recipe, made, number
@@ -172,33 +171,31 @@ class _Given(nn.Module):
 
 
 class _InPieces(nn.Module):
-    """Computes the product of a last layer; each piece is reduced as soon as it is computed."""
-
     def __init__(self, recipe: Multiply, pieces: Pieces) -> None:
         super().__init__()
         self.recipe, self.pieces = recipe, pieces
 
     @property
     def activated(self) -> Callable[..., Tensor]:
-        """See `Multiply.activated`."""
         return self.recipe.activated
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        assert bias is None, "a bias must be added to the sum, not to each rank's part"
+        assert bias is None, "a bias must be added once, to the sum over the ranks, and not to each rank's partial sum"
         return _Leave.apply(x, weight, self.pieces, self.recipe)  # pyright: ignore[reportReturnType]
 
 
 class OverlappedForward:
-    """A split module's forward, with the exchanges at its boundary inside its first and last products.
+    """The forward of a split module in which the exchanges at the module's boundary overlap its first and last products.
 
-    The module's own code does not change: the outputs of its first layers are computed before it runs, and its last layer returns this
-    rank's share of the sum.
+    The module's own code does not change. The outputs of its first layers are computed before this code runs, and its last layer returns
+    this rank's share of the sum over the ranks.
     """
 
     def __init__(
         self, module: nn.Module, pieces: Pieces, *, first: Sequence[Linear], last: Linear, after: Callable[[Tensor], Tensor]
     ) -> None:
-        """`first`: the layers that take the module's input; `after`: the function applied to the sum."""
+        """`first`: the layers that read the module's input; `last`: the layer that computes its output; `after`: a function that is applied
+        to the module's summed output."""
         self._lines, self._pieces, self._first, self._after = module.forward, pieces, first, after
         self._recipes = [_recipe(layer) for layer in first]
         self._made: dict[int, Tensor] = {}
@@ -214,5 +211,5 @@ class OverlappedForward:
 
 
 def _recipe(layer: Linear) -> Multiply:
-    assert isinstance(layer.multiply, Multiply), f"the products of {layer} are in pieces already"
+    assert isinstance(layer.multiply, Multiply), f"the products of {layer} are already computed in pieces"
     return layer.multiply

@@ -1,9 +1,9 @@
-"""Packs shares of a bucket's weights into one message: rows in chunks, or bytes if some weights are sent in 8 bits as codes and scales of
-tiles.
+"""Packs a rank's shares of several weights into one message of bytes. A weight is sent in its own format, or in 8 bits as the codes and
+scales of tiles.
 
-Tiles lie inside shards, so a tile's codes are the same whether its weight is whole or cut. The numbers of a gathered weight are those to
-which a product rounds it, so a second rounding does not change them. With scales in fp32 they are rounded to bf16 on arrival; a product
-still gets the same codes and scales, because a tile's largest number is exact in bf16.
+A tile never spans two shards, so its codes are the same whether the weight is whole or sharded. A gathered weight is already rounded as a
+product rounds it, so the product's own rounding does not change it again. If scales are in fp32, the gathered weight is rounded to bf16;
+the product still gets the same codes and scales, because the largest number of each tile is exact in bf16.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ from megalith.spec.numbers import SCALE_BYTES
 
 @dataclass
 class Field:
-    """The bytes in each rank's message that hold a tensor's share [up to chunk, *row]."""
+    """Location, in each rank's message, of the rank's share of one tensor [up to chunk, *row]."""
 
     dtype: torch.dtype
     chunk: int
@@ -33,25 +33,25 @@ class Field:
         return self.chunk * prod(self.row) * self.dtype.itemsize
 
     def of(self, message: Tensor) -> Tensor:
-        """Return the field of a message, [chunk, *row]."""
+        """Return this field of a message, as a tensor [chunk, *row]."""
         return message[self.first : self.first + self.bytes].view(self.dtype).view(self.chunk, *self.row)
 
 
 @dataclass(frozen=True)
 class Item:
-    """One weight of a parcel."""
+    """One weight that is sent in a parcel."""
 
     compute: Tensor
     """The whole weight; its memory may not be allocated yet."""
     dim: int
-    """The dim along which it is sharded"""
+    """The dim along which the weight is sharded."""
     chunk: int
-    """The number of slices of a share; the last ranks' shares may be shorter or empty."""
+    """The number of slices along `dim` in a share; the shares of the last ranks may be shorter or empty."""
     scaling: Scaling | None
-    """Its format in the message; None: its own."""
+    """The weight's format in the message; None: the weight's own format."""
 
     def fields(self) -> tuple[Field, ...]:
-        """Return the weight's field, or two fields for its scales and its codes."""
+        """Return the fields of the weight: one field, or one for its scales and one for its codes."""
         if self.scaling is None:
             return (Field(self.compute.dtype, self.chunk, _row(self.compute.shape, self.dim)),)
         shape = list(self.compute.shape)
@@ -64,7 +64,7 @@ class Item:
 
 
 class Parcel:
-    """The places of some weights in a message."""
+    """The layout of a message with the shares of several weights."""
 
     def __init__(self, items: Iterable[Item]) -> None:
         self.items = tuple(items)
@@ -74,14 +74,14 @@ class Parcel:
         for field in sorted(chain(*self.fields), key=lambda field: -field.dtype.itemsize):
             field.first, end = end, end + field.bytes
         self.bytes = -(-end // SCALE_BYTES) * SCALE_BYTES
-        """The length of a rank's message"""
+        """The length of a rank's message in bytes."""
 
     def message(self) -> Tensor:
         """Return an empty message."""
         return torch.zeros(self.bytes, dtype=torch.uint8, device=self.items[0].compute.device)
 
     def pack(self, message: Tensor, shares: Iterable[Tensor]) -> None:
-        """Write this rank's message, from its share of each weight with the cut dim first."""
+        """Write this rank's `message` from its share of each weight, given with the sharded dim first."""
         for item, fields, share in zip(self.items, self.fields, shares, strict=True):
             parts, share = _parts(item, fields, message, len(share)), share.movedim(0, item.dim)
             if item.scaling is None:
@@ -91,7 +91,7 @@ class Parcel:
                 pack_tiles(share.to(item.compute.dtype), codes, scales, item.scaling)
 
     def unpack(self, messages: Tensor) -> None:
-        """Write the whole weights from the messages of all ranks, uint8 [ranks, bytes]."""
+        """Write the whole weights from `messages`, those of all ranks: uint8 [ranks, bytes]."""
         for item, fields in zip(self.items, self.fields, strict=True):
             shares = item.compute.data.split(item.chunk, item.dim)  # .data: saved views stay valid
             for message, share in zip(messages, shares, strict=False):  # the last ranks may have none
@@ -104,7 +104,7 @@ class Parcel:
 
 
 def rows_to_chunks(flat: Tensor, rows: Tensor, chunk: int) -> None:
-    """Copy rows [up to ranks * chunk, ...], in chunks, into flat [ranks, chunk * ...]; the rest of flat becomes 0."""
+    """Copy `rows` [up to ranks * chunk, ...] in chunks into `flat` [ranks, chunk * ...], and set the rest of `flat` to 0."""
     table = flat.view(flat.shape[0], chunk, *rows.shape[1:])
     full, rest = divmod(rows.shape[0], chunk)
     table[:full].copy_(rows[: full * chunk].unflatten(0, (full, chunk)))
@@ -115,7 +115,7 @@ def rows_to_chunks(flat: Tensor, rows: Tensor, chunk: int) -> None:
 
 
 def chunks_to_rows(rows: Tensor, flat: Tensor, chunk: int) -> None:
-    """Copy flat into rows: the inverse of `rows_to_chunks`."""
+    """Copy `flat` into `rows`: the inverse of `rows_to_chunks`."""
     table = flat.view(flat.shape[0], chunk, *rows.shape[1:])
     full, rest = divmod(rows.shape[0], chunk)
     rows[: full * chunk].unflatten(0, (full, chunk)).copy_(table[:full])
@@ -124,10 +124,10 @@ def chunks_to_rows(rows: Tensor, flat: Tensor, chunk: int) -> None:
 
 
 def _parts(item: Item, fields: Sequence[Field], message: Tensor, count: int) -> list[Tensor]:
-    """Return the filled part of a message's fields, with the dims of the weight, for a share of `count` slices."""
+    """Return the filled part of each of a weight's fields in `message`, with dims in the order of the weight, for a share of `count`
+    slices."""
     return [field.of(message)[: -(-count * field.chunk // item.chunk)].movedim(0, item.dim) for field in fields]
 
 
 def _row(shape: Sequence[int], dim: int) -> tuple[int, ...]:
-    """Return the shape of a slice along `dim`."""
     return (*shape[:dim], *shape[dim + 1 :])

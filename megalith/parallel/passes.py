@@ -1,8 +1,8 @@
-"""Forward and backward of a stage, part by part: each part has its own graph. Weights can thus be gathered and dropped, gradients reduced,
-and a backward split in two, between parts.
+"""Forward and backward of a stage, part by part: each part has its own graph. Between two parts, the runner can gather and drop weights and
+reduce gradients, and it can split a backward into two halves.
 
-A graph holds the tensors that autograd saved. It does not also hold its inputs and outputs, as leaves and roots would: with many
-microbatches in flight, they would take much memory.
+A graph holds only the tensors that autograd saved. Its inputs and outputs are not leaves and roots of the graph, so the graph does not keep
+them in memory; with many microbatches in flight, this saves much memory.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -29,11 +29,11 @@ from megalith.parallel.retain import STAYS, Retention, SavedTensor, Shelf, unpac
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[Pending, Tensor, T]
-"""A computation in steps: it yields rows in flight, and resumes with the received rows."""
+"""A computation in steps: it yields a pending exchange of rows, and resumes with the received rows."""
 
 
 def finish(steps: Steps[T]) -> T:
-    """Run all steps, and wait for rows wherever a step yields."""
+    """Run all steps, waiting for the received rows wherever a step yields, and return the result."""
     try:
         pending = next(steps)
         while True:
@@ -47,16 +47,17 @@ class Graph(Protocol):
 
     @property
     def differentiable(self) -> bool:
-        """True if the part's input has a gradient; tokens have none."""
+        """True if the part's input has a gradient; token ids have no gradient."""
         ...
 
     def backward(self, grad: Tensor | None, queue: Queue | None) -> Steps[Tensor | None]:
-        """Return the gradient of the input. Weight gradients are accumulated; with a `queue`, only those that cannot be deferred."""
+        """Return the gradient of the part's input, and accumulate the weights' gradients. With a `queue`, weight gradients that can be
+        deferred are put into the queue instead."""
         ...
 
 
 class Inlet:
-    """An input of a graph: passes a tensor in, and its gradient out."""
+    """An input of a graph: `enter` passes a tensor into the graph, and `take` returns the tensor's gradient."""
 
     def __init__(self) -> None:
         self._grad: Tensor | None = None
@@ -71,7 +72,7 @@ class Inlet:
         self._grad = grad
 
     def take(self) -> Tensor | None:
-        """Return the gradient, if there is one, and drop it."""
+        """Return the gradient and drop it here; None if there is no gradient."""
         grad, self._grad = self._grad, None
         return grad
 
@@ -90,7 +91,7 @@ class _Enter(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a forward, as a graph of its own."""
+    """A part of a forward, with an autograd graph of its own."""
 
     inlets: tuple[Inlet, ...]
     outs: tuple[GradientEdge, ...]
@@ -100,23 +101,23 @@ class Piece:
         return bool(self.inlets)
 
     def gradients(self, grads: Sequence[Tensor | None], queue: Queue | None) -> list[Tensor | None]:
-        """Return the gradients of the inputs from the gradients of the outputs. A gradient is None if its output was not used; for a single
-        scalar output, None stands for 1."""
+        """Return the gradients of the inputs from the gradients of the outputs. In `grads`, None means that the output was not used; for a
+        single scalar output, None stands for a gradient of 1."""
         asked = [(out, grad) for out, grad in zip(self.outs, grads, strict=True) if grad is not None or len(grads) == 1]
         with deferring(queue) if queue is not None else nullcontext():
             torch.autograd.backward([out for out, _ in asked], [grad for _, grad in asked])
         return [inlet.take() for inlet in self.inlets]
 
     def backward(self, grad: Tensor | None, queue: Queue | None) -> Steps[Tensor | None]:
-        """Run the backward of a piece that is a whole part: see `Graph`."""
+        """Run the backward of a piece that is a whole part of the model: see `Graph`."""
         found = self.gradients([grad], queue)
         yield from ()
         return found[0] if found else None
 
 
 def record(lines: Callable[..., tuple[Tensor, ...]], *inputs: Tensor, shelf: Shelf = STAYS) -> tuple[tuple[Tensor, ...], Piece]:
-    """Run the function `lines` on inputs (floating-point inputs have gradients), and return the detached outputs and the graph, whose
-    tensors `shelf` keeps."""
+    """Run the function `lines`, and return its detached outputs and its graph. Floating-point inputs get gradients. `shelf` keeps the
+    tensors that the graph saves."""
     inlets = [Inlet() if x.is_floating_point() else None for x in inputs]
     entered = (x if inlet is None else inlet.enter(x) for x, inlet in zip(inputs, inlets, strict=True))
     with shelf.saving():
@@ -129,12 +130,13 @@ def record(lines: Callable[..., tuple[Tensor, ...]], *inputs: Tensor, shelf: She
 
 
 Forward: TypeAlias = Callable[[Tensor, Batch, Shelf], Steps[tuple[Tensor, Graph]]]
-"""The forward of a part in steps. It returns the detached output and the graph, whose tensors the shelf keeps."""
+"""The forward of a part in steps. The function returns the detached output and the graph; its last argument, a shelf, keeps the tensors
+that the graph saves."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive parts for which forward saved only the first part's input. Before their backward they run again, with their
+    """Consecutive parts for which forward saved only the first part's input. Before their backward, the parts run again and build their
     graphs."""
 
     parts: range
@@ -151,8 +153,8 @@ class ForwardState(NamedTuple):
 
 @dataclass
 class Rest:
-    """State that the first half of a part's backward leaves for the second half: deferred weight gradients, finished gradients that wait
-    for the deferred ones, or the whole backward of a part whose input needs no gradient."""
+    """State that the first half of a part's backward leaves for the second half: the queue of deferred weight gradients (`queue`), weight
+    gradients that are already computed (`early`), or the whole backward of a part whose input needs no gradient (`late`)."""
 
     queue: Queue
     late: tuple[Graph, Tensor | None] | None = None
@@ -160,7 +162,7 @@ class Rest:
 
 
 class Runner:
-    """One stage and the buckets of its parts. `zero` says when weights are gathered and dropped."""
+    """Runs forwards and backwards of one stage. The ZeRO stage `zero` determines when weights are gathered and dropped."""
 
     def __init__(
         self,
@@ -173,9 +175,9 @@ class Runner:
         dispatched: Mapping[int, Forward] = MappingProxyType({}),
         retention: Retention | None = None,
     ) -> None:
-        """`segments`: ranges of parts that keep only their first input in forward, and run again as a whole before their backward.
-        `dispatched`: the forwards of the parts whose tokens leave this rank, by the number of the part. `retention`: the parts whose saved
-        tensors leave the device; None: all stay."""
+        """`segments`: ranges of parts for which forward saves only the first part's input, and which run again before their backward.
+        `dispatched`: the forwards of parts that send tokens to other ranks, by the number of the part. `retention`: the parts whose saved
+        tensors leave the device; None: all saved tensors stay on the device."""
         self.stage, self.zero, self.dispatched, self._retention = stage, zero, dispatched, retention
         self.segments = {number: segment for segment in segments for number in segment}
         self.parts = [part for _, part in stage.parts()]
@@ -190,9 +192,9 @@ class Runner:
     # --- weights ---
 
     def gather(self, *, all_parts: bool) -> None:
-        """Begin to gather the weights of the stage (ZeRO 1 and 2: they stay whole to the end of the step). Each part's computation starts
-        the gather of the next part, so that not all are in flight at once. `all_parts`: gather all parts now, because ranks compute in
-        different orders.
+        """With ZeRO 0 to 2, begin to gather the first part's weights. The computation of each part starts the gather of the next part, so
+        that only a few gathers are in flight at once. `all_parts`: begin to gather the weights of all parts now, because ranks compute the
+        parts in different orders.
         """
         if self.zero < 3:
             for used in self.buckets if all_parts else self.buckets[:1]:
@@ -206,14 +208,13 @@ class Runner:
                 self.reducer.add(bucket.reduce())
 
     def free(self) -> None:
-        """Drop the whole weights, and the rounded shares gathered for them: the weights are about to change."""
+        """Drop the whole weights and the kept shares in 8 bits, because the weights are about to change."""
         for used in self.buckets:
             for bucket in used:
                 bucket.free()
                 bucket.forget()
 
     def _enter(self, number: int, then: int | None) -> None:
-        """Wait for the part's weights, and begin to gather the weights of the part after it."""
         for bucket in self.buckets[number]:
             bucket.gather()
         if then is not None and 0 <= then < len(self.parts):
@@ -221,7 +222,6 @@ class Runner:
                 bucket.start()
 
     def _leave(self, number: int, then: int | None) -> None:
-        """ZeRO 3: drop the part's weights, unless the part after it uses them too."""
         if self.zero == 3:
             kept = self.buckets[then] if then is not None and 0 <= then < len(self.parts) else ()
             for bucket in self.buckets[number]:
@@ -251,11 +251,9 @@ class Runner:
         return out, kept
 
     def _shelf(self, number: int, batch: Batch) -> Shelf:
-        """Return the shelf for the tensors that a part's forward saves."""
         return STAYS if self._retention is None else self._retention.shelf(number, batch)
 
     def _compute(self, number: int, x: Tensor, batch: Batch, shelf: Shelf = STAYS) -> Steps[tuple[Tensor | Loss, Graph | None]]:
-        """Return a part's detached output and its graph, whose tensors `shelf` keeps."""
         part = self.parts[number]
         if not torch.is_grad_enabled():
             return part(x, batch), None
@@ -264,16 +262,16 @@ class Runner:
         return _whole(part, x, batch, shelf)
 
     def _pass(self, number: int, x: Tensor, batch: Batch) -> Steps[Tensor]:
-        """Return a part's output, and keep nothing for its backward. A computation that pauses keeps its graph until it ends, because a
-        pause inside `no_grad` would disable gradients for other computations."""
+        """Run a part without saving anything for its backward; return its output. A part that dispatches tokens runs with gradients enabled
+        and builds a graph until it ends: a pause inside `no_grad` would disable gradients for the other computations too."""
         if torch.is_grad_enabled() and (forward := self.dispatched.get(number)) is not None:
             return (yield from forward(x, batch, STAYS))[0]
         with torch.no_grad():
             return self.parts[number](x, batch)
 
     def _rerun(self, segment: Segment) -> Steps[list[Graph]]:
-        """Run a segment again from its input; return the graphs of its parts. The weights of its last part stay gathered, because backward
-        begins with them."""
+        """Run a segment again from its input; return the graphs of its parts. The weights of the segment's last part stay gathered, because
+        backward begins with this part."""
         graphs: list[Graph] = []
         x: Tensor | Loss = unpack_saved(segment.x)
         for number in segment.parts:
@@ -288,13 +286,13 @@ class Runner:
         return graphs
 
     def fetch(self, kept: list[ForwardState]) -> None:
-        """Begin to bring back the saved tensors of the last remaining part whose tensors left the device."""
+        """Begin to move saved tensors back to the device, for the last part in `kept` whose saved tensors have left it."""
         shelf = next((each.shelf for each in reversed(kept) if each.shelf.moves), STAYS)
         shelf.fetch()
 
     def _next_graph(self, kept: list[ForwardState]) -> Steps[Graph]:
-        """Remove and return the graph of the last remaining part. Its saved tensors are brought back now, and the part before it begins to
-        get its own. A segment's parts run again first."""
+        """Remove the last part from `kept` and return its graph. Begin to move the saved tensors of this part, and of the part before it,
+        back to the device. If the last entry is a segment, the segment's parts run again first."""
         last = kept.pop()
         last.shelf.fetch()
         self.fetch(kept)
@@ -305,11 +303,11 @@ class Runner:
         return last.left
 
     def _before(self, number: int, kept: list[ForwardState]) -> int:
-        """Return the part whose weights a backward needs after part `number`, when `kept` is left."""
         return kept[-1].left.parts.start if kept and isinstance(kept[-1].left, Segment) else number - 1
 
     def backward(self, kept: list[ForwardState], grad: Tensor | None, *, reduce: bool) -> Steps[Tensor | None]:
-        """Return the gradient of the stage's input (None for tokens); `kept` is used up. `reduce`: the weights' gradients are complete."""
+        """Run the backward of all parts in `kept`, which is emptied; return the gradient of the stage's input (None for token ids).
+        `reduce`: also reduce the weights' gradients, because this is their last term."""
         for number in reversed(range(len(self.parts))):
             graph = yield from self._next_graph(kept)
             then = self._before(number, kept)
@@ -320,8 +318,8 @@ class Runner:
         return grad
 
     def input_backward(self, kept: list[ForwardState], grad: Tensor | None) -> Steps[tuple[Tensor | None, list[Rest]]]:
-        """The first half of a backward: return the gradient of the stage's input, and the rest for the second half. `kept` is
-        used up."""
+        """Run the first half of a backward: return the gradient of the stage's input, and the state for the second half. `kept` is
+        emptied."""
         rests: list[Rest] = []
         for number in reversed(range(len(self.parts))):
             graph, rest = (yield from self._next_graph(kept)), Rest(Queue())
@@ -337,7 +335,7 @@ class Runner:
         return grad, rests
 
     def weight_backward(self, rests: list[Rest], *, reduce: bool) -> Steps[None]:
-        """The second half of a backward: compute the weights' gradients."""
+        """Run the second half of a backward: compute the weights' gradients."""
         for number, rest in zip(reversed(range(len(self.parts))), rests, strict=True):
             if rest.late is not None:
                 self._enter(number, None)
@@ -351,9 +349,9 @@ class Runner:
             self._collect(number, reduce)
 
     def _set_aside(self, number: int) -> list[tuple[Weight, Tensor]]:
-        """Handle weight gradients that the first half of a backward has already computed. If each microbatch is reduced separately (ZeRO 2
-        and 3), they are kept apart until this microbatch's second half, because a later microbatch's first half comes before it; otherwise
-        they are added up now."""
+        """Handle weight gradients that the first half of a backward has already computed. With ZeRO 2 and 3, each microbatch is reduced
+        separately, so return these gradients, to keep them apart until this microbatch's second half: the first half of a later microbatch
+        comes before it. With ZeRO 0 and 1, add these gradients up now."""
         weights = [weight for bucket in self.buckets[number] for weight in bucket.weights]
         if self.zero < 2:
             for weight in weights:
@@ -373,7 +371,6 @@ class Runner:
 
 
 def _whole(part: nn.Module, x: Tensor, batch: Batch, shelf: Shelf) -> tuple[Tensor | Loss, Piece]:
-    """Run a part as one graph, whose tensors `shelf` keeps."""
     loss: Loss | None = None
 
     def run(x: Tensor) -> tuple[Tensor]:

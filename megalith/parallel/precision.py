@@ -1,4 +1,4 @@
-"""Recipes for matrix products with a weight, by name. Sets the recipe of a part, and makes ranks that share a tensor agree on its scale."""
+"""Sets the recipe of each part for its matrix products with weights, and makes ranks that share a tensor agree on the tensor's scale."""
 
 from collections.abc import Collection, Mapping
 
@@ -32,13 +32,13 @@ RECIPES: dict[str, type[Multiply]] = {
 def apply_precision(
     part: nn.Module, recipe: str, *, name: str = "", blocks: int = 0, choices: PrecisionSpec | None = None
 ) -> dict[nn.Module, Narrow]:
-    """Set the recipe for the products with a weight in a newly built part. Under a narrow recipe, layers that stay wide get the plain
-    recipe. `name`: the part's name in a model of `blocks` blocks. Returns the narrow recipes by module.
+    """Set the recipe for the products with a weight in a newly built part. If the recipe is a low-precision one, layers that stay in high
+    precision get the plain recipe. `name`: the part's name in a model of `blocks` blocks. Returns the low-precision recipes by module.
 
-    Raises ValueError for a name that no recipe has.
+    Raises ValueError if no recipe is called `recipe`.
     """
     if recipe not in RECIPES:
-        raise ValueError(f"no recipe for products is called {recipe!r}; use one of: {', '.join(RECIPES)}")
+        raise ValueError(f"no recipe for matrix products is called {recipe!r}; use one of: {', '.join(RECIPES)}")
     choices, found = choices or PrecisionSpec(), dict[nn.Module, Narrow]()
     for path, module in list(part.named_modules()):
         if isinstance(getattr(module, "multiply", None), Multiply):
@@ -54,7 +54,7 @@ def apply_precision(
 
 
 def matrices(module: nn.Module) -> list[nn.Parameter]:
-    """Return the weights of a module that its recipe multiplies by."""
+    """Return the weights by which a module multiplies: its own parameters with more than one dim."""
     return [parameter for parameter in module.parameters(recurse=False) if parameter.dim() > 1]
 
 
@@ -64,9 +64,9 @@ def share_maxima(
     partial: Collection[nn.Parameter],
     groups: Groups,
 ) -> None:
-    """Set which outputs of a split layer this rank has, and make recipes take maxima over exactly the ranks that hold a part of a tensor:
-    tensor ranks for the channels that the axis splits, context ranks for tokens. `placed`: how the tensor axis holds each weight;
-    `partial`: the weights whose gradient on a rank is only a part of the sum."""
+    """Set, in the recipe of each layer, which outputs this rank computes and over which ranks the maximum of a tensor is taken: over tensor
+    ranks for channels that they split, and over context ranks for tokens. `placed`: the placement of each weight on the tensor axis;
+    `partial`: the weights of whose gradient each rank computes only one term."""
     for layer, recipe in narrow.items():
         if not isinstance(layer, Linear) or not isinstance(layer.weight, nn.Parameter):
             continue  # experts: their tokens share no scale, and `check` keeps each whole
@@ -82,12 +82,12 @@ def share_maxima(
 
 
 def _first_output(layer: Linear, groups: Groups) -> int:
-    """Return the index of the first output of a layer that this tensor rank computes."""
     return layer.rows.start if layer.rows is not None else groups.coordinates["tensor"] * layer.weight.shape[0]
 
 
 def over(group: dist.ProcessGroup) -> Share:
-    """Return the maximum over a group's ranks. A NaN becomes an infinity, so that the scale is NaN on every rank."""
+    """Return the function that takes the maximum over a group's ranks. The function turns a NaN into an infinity, so that the scale is NaN
+    on every rank."""
 
     def share(amax: Tensor) -> Tensor:
         amax = torch.nan_to_num(amax, nan=torch.inf, posinf=torch.inf)

@@ -1,5 +1,6 @@
-"""Actions for the tensors that blocks, or parts of blocks, keep for backward. Recomputation keeps only the input, and runs the part again
-(Chen et al. 2016); other actions keep the tensors on the device, move them off it, or keep them in 8 bits."""
+"""Applies the plan's actions for the tensors that blocks, or parts of blocks, save for backward. Recomputation saves only the input and
+runs the block or part again (Chen et al. 2016); other actions keep the saved tensors on the device, move them off the device, or save them
+in 8 bits."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -23,15 +24,15 @@ from megalith.spec.numbers import PrecisionSpec, kept_tile
 from megalith.spec.plan import BLOCK, EXPERTS_ACTIVATION, UP_PROJECTION, Action, Plan, place_of, recomputed
 
 SEAMS = {"attend": "attend", "mlp.experts": "mlp.run", "mlp.shared": "mlp.shared_expert"}
-"""Parts of a block that do not correspond to exactly one module, and the methods that compute them."""
+"""Parts of a block that are not exactly one module, and the method that computes each of them."""
 
 FORMED = {"mlp.activation": (Mlp, Experts), EXPERTS_ACTIVATION: (Experts,)}
-"""Parts whose result is formed again from its factors for the gradient of the next weight, so that no module runs again -> their
-modules."""
+"""Parts whose recomputation runs no module again, and their modules. Their activations are computed again from saved factors when the
+gradient of the next weight needs them."""
 
 
 class Checkpointed:
-    """A function under activation checkpointing: it saves only its inputs, and runs again in backward."""
+    """A function under activation checkpointing: forward saves only the function's inputs, and backward runs the function again."""
 
     def __init__(self, unwrapped: Callable[..., Any]) -> None:
         self.unwrapped = unwrapped
@@ -42,8 +43,8 @@ class Checkpointed:
 
 
 class LatentsKept:
-    """Latent attention that keeps its latents, and makes queries, keys and values of them again for the backward of its core, which runs
-    once (DeepSeek-V3, arXiv:2412.19437, section 3.2.3). It is not compiled."""
+    """Latent attention that saves its latent vectors, and recomputes queries, keys and values from them for the backward of its core; the
+    core itself does not run again (DeepSeek-V3, arXiv:2412.19437, section 3.2.3). torch.compile skips this function."""
 
     def __init__(self, attention: LatentAttention) -> None:
         self.attention = attention
@@ -60,19 +61,20 @@ class LatentsKept:
 
 
 def is_checkpointed(module: nn.Module, name: str = "forward") -> bool:
-    """True if this method of a module runs again in backward."""
+    """True if backward runs the method `name` of this module again."""
     return isinstance(vars(module).get(name), Checkpointed)
 
 
 def unwrapped(module: nn.Module, name: str) -> Callable[..., Any]:
-    """Return the method without checkpointing, for a caller that recomputes it in its own way."""
+    """Return the method `name` without checkpointing, for a caller that recomputes the method in its own way."""
     method = getattr(module, name)
     return method.unwrapped if isinstance(method, Checkpointed) else method
 
 
 def apply_recompute(block: nn.Module, number: int, *, blocks: int, plan: Plan, rounding: Rounding | None = None) -> None:
-    """Recompute a block, or give the parts of it that `plan` names their actions. A block with only one half lacks some of these parts.
-    `rounding`: the format in 8 bits; None: the usual one. Raises AttributeError for a part that no block has."""
+    """Make a block recompute itself as a whole, or apply the actions that `plan` names to parts of the block. Parts that this block lacks
+    are skipped. `rounding`: the format for tensors saved in 8 bits; None: the default one. Raises AttributeError for a part that no block
+    has."""
     rounding = rounding or rounding_of(PrecisionSpec())
     if recomputed(number, blocks=blocks, policy=plan.recompute):
         apply_actions(block, plan.rounding, rounding)  # what runs again rounds as the other blocks do
@@ -82,8 +84,8 @@ def apply_recompute(block: nn.Module, number: int, *, blocks: int, plan: Plan, r
 
 
 def apply_actions(block: nn.Module, actions: Mapping[str, Action], rounding: Rounding) -> None:
-    """Give parts of a block, by their names, their actions for the tensors that they keep for backward. `rounding`: the format in 8
-    bits."""
+    """Apply `actions`, by the part's name, to the tensors that parts of a block save for backward. `rounding`: the format for tensors saved
+    in 8 bits."""
     compress(block, actions, rounding)
     for name, action in actions.items():
         half = name.partition(".")[0]
@@ -96,12 +98,13 @@ def apply_actions(block: nn.Module, actions: Mapping[str, Action], rounding: Rou
 
 
 def rounding_of(choices: PrecisionSpec) -> Rounding:
-    """Return the format in 8 bits of tensors that parts of blocks keep."""
+    """Return the format of the tensors that parts of blocks save in 8 bits."""
     return Packed(kept_tile(choices))
 
 
 def apply_rounding(part: nn.Module, plan: Plan, choices: PrecisionSpec) -> None:
-    """Give the blocks in a part the actions that change numbers, and no others, as one process has them that proves the plan."""
+    """Apply only those of the plan's actions that change numbers to the blocks in a part, for the single process with which a plan is
+    compared."""
     for block in (module for module in part.modules() if isinstance(module, Block)):
         apply_actions(block, plan.rounding, rounding_of(choices))
 
@@ -119,7 +122,6 @@ def _run_again(block: nn.Module, name: str) -> None:
 
 
 def _activating(block: nn.Module, name: str) -> Iterator[Multiply]:
-    """Yield the recipes (`multiply`) that compute the activations of a part in FORMED."""
     for module in block.get_submodule("mlp").modules():
         owner = module.down if isinstance(module, Mlp) else module
         if isinstance(module, FORMED[name]) and isinstance(owner.multiply, Multiply):
@@ -127,7 +129,6 @@ def _activating(block: nn.Module, name: str) -> Iterator[Multiply]:
 
 
 def _wrap(block: nn.Module, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the functions that compute a part."""
     if name in FORMED:
         for multiply in _activating(block, name):
             multiply.activated = wrapper(multiply.activated)

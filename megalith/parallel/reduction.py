@@ -10,12 +10,12 @@ from megalith.parallel.groups import wait_for
 
 
 class Reduction:
-    """A reduction of a bucket's gradients in progress: a reduce-scatter over the shards, then an all-reduce over the copies."""
+    """A reduction of one bucket's gradients that is in progress: a reduce-scatter over the shards, then an all-reduce over the copies."""
 
     def __init__(
         self, flat: Tensor, shards: dist.ProcessGroup, copies: dist.ProcessGroup, done: Callable[[Tensor], None]
     ) -> None:
-        """`flat`: [shards, numbers]. `done` is called with the sums of this rank's share."""
+        """`flat`: the gradients [shards, numbers]. `done` is called with the summed gradients of this rank's share."""
         self.flat: Tensor | None = flat  # what the first half sums, which must live until then
         self.copies, self.done, self.sharded = copies, done, shards.size() > 1
         self.mine = flat.new_empty(flat.shape[1]) if self.sharded else flat[0]
@@ -33,21 +33,21 @@ class Reduction:
         self.work = dist.all_reduce(self.mine, group=self.copies, async_op=True) if self.copies.size() > 1 else None
 
     def finish(self) -> None:
-        """Wait for the sums and hand them out."""
+        """Wait for the sums, and pass them to `done`."""
         if self.work is not None:
             wait_for(self.work)
         self.done(self.mine)
 
 
 class Reducer:
-    """A rank's reductions in progress: at most one reduce-scatter and one all-reduce, so that their memory is bounded."""
+    """A rank's reductions in progress. At most one reduce-scatter and one all-reduce run at once, which limits the memory for them."""
 
     def __init__(self) -> None:
         self.first: Reduction | None = None
         self.last: Reduction | None = None
 
     def add(self, reduction: Reduction | None) -> None:
-        """Add a reduction. The previous reduction starts its all-reduce, and the one before it is finished."""
+        """Add a reduction that has started. Begin the all-reduce of the previous reduction, and finish the reduction before that."""
         if reduction is None:
             return
         self._advance()

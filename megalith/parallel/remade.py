@@ -1,7 +1,7 @@
-"""Frees tensors that one computation makes for the next after the forward, and computes them again in backward.
+"""Frees the tensors that a first computation passes to a second one after the forward, and computes these tensors again in backward.
 
-Activation checkpointing runs the whole computation again. Here the second computation, such as attention, does not run again: only its
-inputs are computed again, from the first computation's inputs and with a graph for their gradients.
+Activation checkpointing would run both computations again. Here the second computation, such as attention, does not run again. Only the
+inputs of the second computation are computed again, from those of the first, with a graph for their gradients.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,19 +18,19 @@ Unpack = Callable[[Any], Tensor]
 
 
 def same(kept: Any) -> Any:
-    """Return a kept tensor unchanged."""
     return kept
 
 
 def surrounding_hooks() -> tuple[Pack, Unpack]:
-    """Return the saved-tensor hooks that are active now. Inner hooks replace outer ones unless they call them."""
+    """Return the saved-tensor hooks that are active now. Hooks that are set later replace these hooks, and must call them to keep their
+    effect."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
     return hooks or (same, same)
 
 
 @dataclass(frozen=True)
 class _Remade:
-    """A view of an output of `_Make`, with the node that computes the output again."""
+    """A view of an output of `_Make`, with the autograd node that computes the output again."""
 
     node: Any
     number: int
@@ -43,8 +43,6 @@ class _Remade:
 
 
 class _Again(NamedTuple):
-    """A computation that ran again: its inputs as leaves, and its outputs with their graph."""
-
     inputs: tuple[Tensor, ...]
     outs: tuple[Tensor, ...]
 
@@ -60,8 +58,6 @@ def _again(node: Any) -> _Again:
 
 
 class _Make(torch.autograd.Function):
-    """A computation with several outputs that keeps only its inputs for backward."""
-
     @staticmethod
     def forward(ctx: Any, make: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.make, ctx.again = make, None
@@ -78,7 +74,8 @@ class _Make(torch.autograd.Function):
 
 @contextmanager
 def _freed(outs: Sequence[Tensor]) -> Iterator[None]:
-    """Inside this context, autograd saves no outputs of `_Make` and no views of them, but the node that computes them again."""
+    """In this context, autograd saves outputs of `_Make`, and views of them, not as tensors but as references to the node that computes
+    them again."""
     pack, unpack = surrounding_hooks()
     node, places = outs[0].grad_fn, {out.untyped_storage()._cdata: number for number, out in enumerate(outs)}
 
@@ -96,8 +93,8 @@ def _freed(outs: Sequence[Tensor]) -> Iterator[None]:
 
 
 def remake(make: Callable[..., tuple[Tensor, ...]], use: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """Return use(*make(*inputs)). Between forward and backward no result of `make` is kept: `make` runs once more when the backward of
-    `use` needs its results. `use` does not run again. The bits are the same if `make` is deterministic."""
+    """Return use(*make(*inputs)). The results of `make` are freed after the forward, and `make` runs once more when the backward of `use`
+    needs them. `use` does not run again. If `make` is deterministic, the gradients have the same bits as without recomputation."""
     if not torch.is_grad_enabled():
         return use(*make(*inputs))
     outs: Any = _Make.apply(make, *inputs)

@@ -1,9 +1,10 @@
-"""Moves tensors that blocks keep for backward to the host's memory or to a file, and brings them back before that backward.
+"""Moves the tensors that blocks save for backward to the host's memory or to a file, and moves them back before the backward.
 
-Autograd hands over each tensor that it saves (`torch.autograd.graph.saved_tensors_hooks`). At the end of a block's forward, the memory of
-these tensors moves to a tier. Views of one memory move once, to the nearest of their places. What other parts of the step hold as well
-stays on the device: weights, buffers, tensors of the microbatch, and what a part of the block keeps there by its name
-(`PlacedFunction`). Backward gets the same bits with the same strides, so it computes the same bits.
+Autograd passes each tensor that it saves to a hook (`torch.autograd.graph.saved_tensors_hooks`). At the end of a block's forward, the
+memory of these tensors moves to a tier. If several saved tensors are views of one memory, the memory moves once, to the place nearest to
+the device. Memory that the step needs anyway stays on the device: weights, buffers, and tensors of the microbatch. So do tensors of a named
+part whose action keeps them on the device (`PlacedFunction`). Backward gets the same bits with the same strides, so it computes the same
+bits.
 """
 
 import weakref
@@ -21,35 +22,36 @@ from megalith.spec.state import Place
 
 
 class PendingFetch(Protocol):
-    """Memory on its way back to the device."""
+    """A transfer of memory back to the device."""
 
     def wait(self) -> Tensor:
-        """Return the memory. Computations that use it wait until it has arrived."""
+        """Return the memory on the device. Computations that use the memory wait until the transfer has finished."""
         ...
 
 
 class OffloadedCopy(Protocol):
-    """A copy, in a tier, of the content of some memory."""
+    """A copy of some memory's content in a tier."""
 
     def fetch(self) -> PendingFetch:
-        """Begin to move the content back. Called once."""
+        """Begin to move the content back to the device. Called once."""
         ...
 
 
 class Tier(Protocol):
-    """A place outside the device where memory waits for its backward."""
+    """A place outside the device that holds the memory of saved tensors until their backward."""
 
     def put(self, memories: Sequence[Tensor]) -> Sequence[OffloadedCopy]:
-        """Begin to move all memory of a block (tensors of one dimension, contiguous) to the tier. The caller drops its references."""
+        """Begin to move `memories`, the contiguous one-dimensional tensors of a block, to the tier. The caller then drops its references to
+        `memories`."""
         ...
 
 
 Tiers: TypeAlias = Mapping[Place, Tier]
-"""The tier of each place where tensors wait."""
+"""The tier of each place outside the device."""
 
 
 class _Memory:
-    """Memory of saved tensors. It is freed with the last of these tensors."""
+    """The memory of one or several saved tensors, freed when the last of these tensors is freed."""
 
     def __init__(self, whole: Tensor, place: Place) -> None:
         self._here: Tensor | None = whole
@@ -58,16 +60,13 @@ class _Memory:
         self._coming: PendingFetch | None = None
 
     def leave(self, copy: OffloadedCopy) -> None:
-        """Drop the memory, because `copy` holds its content."""
         self._copy, self._here = copy, None
 
     def fetch(self) -> None:
-        """Begin to move back, unless that has begun."""
         if self._copy is not None:
             self._coming, self._copy = self._copy.fetch(), None
 
     def whole(self) -> Tensor:
-        """Return the memory on the device."""
         if self._here is None:
             self.fetch()
             assert self._coming is not None
@@ -77,7 +76,7 @@ class _Memory:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor as a view of memory that may be elsewhere."""
+    """A saved tensor, as a view of memory that may be in a tier."""
 
     memory: _Memory
     dtype: torch.dtype
@@ -86,18 +85,18 @@ class SavedTensor:
     offset: int
 
     def tensor(self) -> Tensor:
-        """Return the tensor, on the device."""
         whole = self.memory.whole()
         return (whole if whole.dtype == self.dtype else whole.view(self.dtype)).as_strided(self.size, self.stride, self.offset)
 
 
 _placed: list[Place] = []
-"""The place for the tensors of each named part of a block that is running. Of the process: a forward does not pause inside a part."""
+"""A stack with the place for the saved tensors of each named part that is running, innermost last. One stack per process is enough, because
+a forward does not pause inside a named part."""
 
 
 class PlacedFunction:
-    """A function of a part of a block, whose tensors have their own place, whatever that of the block around it is. Compiled code is cut
-    here: what one compiled piece keeps has one place."""
+    """A function that computes a named part of a block and whose saved tensors have a `place` of their own, independent of the block's
+    place. torch.compile breaks its graph here, because the tensors that one compiled graph saves all get the same place."""
 
     def __init__(self, function: Callable[..., Any], *, place: Place) -> None:
         self.function = function
@@ -113,7 +112,7 @@ class PlacedFunction:
 
 
 def place_now(otherwise: Place) -> Place:
-    """Return where tensors that are saved now wait; `otherwise`: the place outside of named parts."""
+    """Return the place for tensors that are saved now. `otherwise`: the place for tensors that no named part saves."""
     return _placed[-1] if _placed else otherwise
 
 
@@ -121,21 +120,21 @@ class Shelf:
     """Saved tensors of one block and one microbatch that stay on the device."""
 
     moves = False
-    """True if they leave the device"""
+    """True if the saved tensors leave the device."""
 
     def saving(self) -> AbstractContextManager[object]:
-        """Return a context in which autograd saves its tensors on this shelf. A computation must not pause inside it."""
+        """Return a context in which autograd saves its tensors on this shelf. A computation must not pause inside this context."""
         return nullcontext()
 
     def put(self, tensor: Tensor) -> Tensor | SavedTensor:
-        """Keep a tensor that autograd does not save itself."""
+        """Put a tensor on this shelf that autograd does not save itself."""
         return tensor
 
     def leave(self) -> None:
-        """End the forward: begin to move the saved tensors."""
+        """Begin to move the saved tensors off the device, at the end of the forward."""
 
     def fetch(self) -> None:
-        """Begin to move everything back, unless that has begun."""
+        """Begin to move all saved tensors back to the device, unless this has begun already."""
 
 
 STAYS = Shelf()
@@ -147,8 +146,8 @@ class OffloadShelf(Shelf):
     moves = True
 
     def __init__(self, tiers: Tiers, stays: frozenset[int], device: torch.device, *, rest: Place) -> None:
-        """`stays`: the memory that does not leave, by its address; `device`: the one that computes; `rest`: the place for tensors that no
-        named part keeps."""
+        """`stays`: the addresses of memory that stays on the device; `device`: the device that computes; `rest`: the place for tensors that
+        no named part saves."""
         self._tiers, self._stays, self._device = tiers, stays, device
         self._rest: Place = rest
         self._memories: dict[int, _Memory] = {}  # by address, while the forward runs
@@ -194,7 +193,7 @@ class OffloadShelf(Shelf):
 
 
 def unpack_saved(kept: Tensor | SavedTensor) -> Tensor:
-    """Return a tensor that a shelf keeps, on the device."""
+    """Return a tensor from a shelf, on the device."""
     return kept.tensor() if isinstance(kept, SavedTensor) else kept
 
 
@@ -202,7 +201,7 @@ class Retention:
     """The parts of a stage whose saved tensors leave the device, by their numbers, and the tiers for them."""
 
     def __init__(self, parts: Mapping[int, nn.Module], tiers: Tiers, device: torch.device, *, rest: Place) -> None:
-        """`rest`: the place for what no named part of a block keeps."""
+        """`rest`: the place for saved tensors that belong to no named part of a block."""
         self._parts, self._tiers, self._device = parts, tiers, device
         self._rest: Place = rest
 
@@ -217,7 +216,6 @@ class Retention:
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:
-    """Yield the tensors of a microbatch."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple):

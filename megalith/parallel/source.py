@@ -1,4 +1,4 @@
-"""Master weights that are not on the device, from which a share is made each time it is gathered."""
+"""Master weights outside the device, from which each gather computes the rank's share of the compute weights."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
@@ -8,18 +8,18 @@ from typing import TypeAlias
 from torch import Tensor
 
 Put: TypeAlias = Callable[[Tensor], Callable[[], Tensor]]
-"""Moves a tensor off the device, and returns the function that brings it back."""
+"""Moves a tensor off the device, and returns the function that moves it back."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """The master weights of one share."""
+    """The master weights of one share of a parameter."""
 
     pieces: Callable[[], Iterator[tuple[int, Tensor]]]
-    """Yields the master weights in order, as pieces: the number of a piece's first element, and the flat piece, which is valid until the
-    next one."""
+    """Yields the master weights in flat pieces, in order, each with the index of its first element. A piece is valid until the next one is
+    requested."""
     reader: Executor | None = None
-    """Reads the weights while the previous part computes; None: they are read when they are needed."""
+    """The thread that reads the weights while the previous part computes; None: the weights are read when they are needed."""
 
     def read(self, into: Tensor) -> None:
         """Write the share, rounded to the format of `into`."""

@@ -1,8 +1,8 @@
 """Tensor and sequence parallelism (Megatron-LM: Shoeybi et al. 2019; Korthikanti et al. 2022) on local tensors.
 
-A split module computes on its shares of the weights; collectives are at the module's boundary, as pairs of conjugate functions: a gather in
-forward is a reduce-scatter in backward, and vice versa. The table `LAYOUT` gives, for each class of module, how the tensor axis splits it.
-A new model made of known modules needs no new row in the table.
+A split module computes with its rank's shares of the weights. Collectives happen at the module's boundary, as pairs of conjugate functions:
+the backward of a gather is a reduce-scatter, and vice versa. The table `LAYOUT` gives, for each class of module, how the tensor axis splits
+it. A new model that consists of known modules needs no new row in `LAYOUT`.
 """
 
 from collections.abc import Callable, MutableMapping
@@ -37,10 +37,10 @@ from megalith.parallel.overlap import OverlappedForward, Pieces
 
 @dataclass
 class Split:
-    """The tensor axis for a module's splitter, and the cut of each parameter.
+    """The tensor axis, and how each parameter is placed on it.
 
-    `sequence`: activations between split modules are split along the sequence. `placed`: how a parameter is placed on the axis.
-    `partial`: the parameters whose gradient on a rank is only a part of the sum.
+    `sequence`: outside split modules, activations are split along the sequence. `placed`: the placement of each parameter on the axis.
+    `partial`: the parameters of whose gradient each rank computes only one term.
     """
 
     group: dist.ProcessGroup
@@ -64,11 +64,13 @@ class Split:
     # All communication of a split module goes through the methods below, so that a trace can record it instead.
 
     def enter(self, x: Tensor) -> Tensor:
-        """Give a split module its input [batch, seq, ...]: x gathered along the sequence, or the same x on all ranks. Differentiable."""
+        """Return the input [batch, seq, ...] of a split module: x gathered along the sequence or, without `sequence`, x itself.
+        Differentiable."""
         return (gather_sequence if self.sequence else copy)(x, self.group)
 
     def leave(self, x: Tensor) -> Tensor:
-        """Add up the ranks' partial sums x [batch, seq, ...]: this rank's share of the sequence, or all of it. Differentiable."""
+        """Sum x [batch, seq, ...] over the ranks; return this rank's share of the sequence or, without `sequence`, the whole sum.
+        Differentiable."""
         return (scatter_sequence if self.sequence else add_up)(x, self.group)
 
     def reduce(self, values: Tensor, operation: str) -> Tensor:
@@ -78,7 +80,7 @@ class Split:
 
 
 Style = Callable[[nn.Module, Split, nn.Module], None]
-"""(module, split, owner): splits `module`, a child of `owner` or `owner` itself."""
+"""A function (module, split, owner) that splits `module`, which is a child of `owner` or `owner` itself."""
 
 
 # --- communication ---
@@ -93,7 +95,6 @@ def gather(x: Tensor, group: dist.ProcessGroup, dim: int = 1) -> Tensor:
 
 
 def _scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's share, along dim 1, of the sum over the ranks."""
     size = group.size()
     parts = x.unflatten(1, (size, -1)).movedim(1, 0).contiguous().flatten(0, 1)
     out = x.new_empty((parts.shape[0] // size, *parts.shape[1:]))
@@ -108,11 +109,12 @@ def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 gather_sequence, scatter_sequence = conjugates(gather, _scatter_sum)
-"""[batch, seq / n, ...] -> [batch, seq, ...], and partial sums [batch, seq, ...] -> this rank's share of the total."""
+"""`gather_sequence` gathers [batch, seq / n, ...] to [batch, seq, ...]. `scatter_sequence` sums [batch, seq, ...] over the ranks and
+returns this rank's share [batch, seq / n, ...]."""
 
 copy, add_up = conjugates(lambda x, group: x.view_as(x), _sum)
-"""`copy`: the input is the same on all ranks, and its gradients are partial sums. `add_up`: partial sums become the total on all ranks, and
-the gradient is the same on all ranks."""
+"""`copy` returns its input, which is the same on all ranks, and its backward sums the gradients over the ranks. `add_up` sums its input
+over the ranks, and its backward returns the gradient, which is the same on all ranks."""
 
 
 # --- weights ---
@@ -140,8 +142,8 @@ def column(module: nn.Module, split: Split, owner: nn.Module) -> None:
 
 
 def row(module: nn.Module, split: Split, owner: nn.Module) -> None:
-    """Split the inputs of a linear layer; its outputs are partial sums. The boundary around the layer adds up the sums, and then adds the
-    bias."""
+    """Split the inputs of a linear layer, so that its outputs are partial sums. The boundary of `owner` adds up these sums, and then adds
+    the layer's bias."""
     assert isinstance(module, Linear)
     share(module, "weight", split, dim=1)
     if module.bias is not None:
@@ -151,9 +153,8 @@ def row(module: nn.Module, split: Split, owner: nn.Module) -> None:
 
 
 def replicated(module: nn.Module, split: Split, owner: nn.Module) -> None:
-    """Every rank holds the weight and applies it to the activations between split modules: with `sequence`, to its part of the
-    sequence.
-    The ranks' gradients are then partial: `parallel.gradients` adds them up once a step."""
+    """Keep the whole weight on every rank and apply it outside split modules. With `sequence`, each rank applies the weight only to its
+    part of the sequence, so `parallel.gradients` sums the ranks' gradients once a step."""
     for name in _own(module):
         parameter = module.get_parameter(name)
         if parameter not in split.placed:
@@ -161,13 +162,14 @@ def replicated(module: nn.Module, split: Split, owner: nn.Module) -> None:
 
 
 def replicated_inside(module: nn.Module, split: Split, owner: nn.Module) -> None:
-    """Every rank holds the weight and applies it inside a split module: to the whole sequence, but only for this rank's heads."""
+    """Keep the whole weight on every rank and apply it inside a split module: to the whole sequence, but only for this rank's heads."""
     for name in _own(module):
         _replicate(module.get_parameter(name), split, partial=True)
 
 
 def shared_heads(module: nn.Module, split: Split, owner: nn.Module) -> None:
-    """Split keys or values by heads. With fewer heads than ranks, every rank holds all heads and computes the one that its queries need."""
+    """Split keys or values by heads. If there are fewer of these heads than ranks, every rank holds all of them and computes the one that
+    its queries need."""
     assert isinstance(module, Linear) and isinstance(owner, Attention)
     heads, channels = module.out_features // owner.head_dim, owner.head_dim
     if heads % split.size == 0:
@@ -179,7 +181,7 @@ def shared_heads(module: nn.Module, split: Split, owner: nn.Module) -> None:
 
 
 def own_heads(module: nn.Module, split: Split, owner: nn.Module) -> None:
-    """Use the biases of scores of this rank's heads; they have no parameters."""
+    """Restrict the attention biases (`Alibi`), which have no parameters, to this rank's heads."""
     assert isinstance(module, Alibi)
     module.count = module.heads // split.size
     module.first = split.rank * module.count
@@ -203,12 +205,12 @@ def _own(module: nn.Module) -> list[str]:
 
 
 def enter(module: nn.Module, split: Split, owner: nn.Module) -> None:
-    """Give the module the whole sequence."""
+    """Gather the module's input, so that the module gets whole sequences."""
     module.register_forward_pre_hook(lambda _, args: (split.enter(args[0]), *args[1:]))
 
 
 def leave(module: nn.Module, split: Split, owner: nn.Module) -> None:
-    """Add up the module's partial sums, and then add the biases of its row-split layers."""
+    """Sum the module's output over the ranks, and then add the biases of the module's row-split layers."""
 
     def hook(_: nn.Module, args: tuple, out: Tensor) -> Tensor:
         return _with_late(module, split, split.leave(out))
@@ -217,28 +219,28 @@ def leave(module: nn.Module, split: Split, owner: nn.Module) -> None:
 
 
 def _with_late(module: nn.Module, split: Split, out: Tensor) -> Tensor:
-    """Add the biases of a module's row-split layers to its sums."""
     for layer in split.late.get(module, ()):
         out = out + layer.bias
     return out
 
 
 def boundary(module: nn.Module, split: Split, owner: nn.Module) -> None:
-    """Apply `enter` and `leave` to a module of column and row splits."""
+    """Apply `enter` and `leave` to a module that has column-split and row-split layers."""
     enter(module, split, owner)
     leave(module, split, owner)
 
 
 @dataclass(frozen=True)
 class Seams:
-    """Return the layers that read a module's input, and the layer that computes its output."""
+    """The names of the layers that read a module's input, and of the layer that computes the module's output."""
 
     first: tuple[str, ...]
     last: str
 
 
 def overlapped(module: nn.Module, split: Split, seams: Seams) -> None:
-    """Set a boundary whose exchanges take place inside the module's first and last products. The module's layers must already be split."""
+    """Give the module a boundary whose exchanges overlap the module's first and last products. The module's layers must already be
+    split."""
     first = [layer for name in seams.first if isinstance(layer := getattr(module, name, None), Linear)]
     last = getattr(module, seams.last)
     pieces = Pieces(split.group, split.sequence, split.pieces)
@@ -249,7 +251,8 @@ def overlapped(module: nn.Module, split: Split, seams: Seams) -> None:
 
 
 class VocabularyLookup(nn.Module):
-    """Rows from this rank's part of the table, and zeros for other tokens: the sum over the ranks is the embedding."""
+    """Looks up tokens in this rank's part of the embedding table, with zeros for all other tokens. The sum over the ranks is the
+    embedding."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -262,8 +265,8 @@ class VocabularyLookup(nn.Module):
 
 
 class VocabularyCrossEntropy(nn.Module):
-    """Computes the loss from this rank's part of the vocabulary; ranks exchange only row statistics, never logits. With a user's own loss
-    of a token, `of_token`, whole rows of logits are gathered."""
+    """Computes the loss from this rank's part of the vocabulary. Ranks exchange only statistics of each row, and no logits, unless the
+    user's own loss per token, `of_token`, needs whole rows of logits."""
 
     of_token: TokenLoss | None = None
 
@@ -309,7 +312,7 @@ def vocabulary_embedding(module: nn.Module, split: Split, owner: nn.Module) -> N
 
 
 def vocabulary_output(module: nn.Module, split: Split, owner: nn.Module) -> None:
-    """Split the output projection by vocabulary; if logits are requested, they are gathered whole."""
+    """Split the output projection by vocabulary. If the caller needs logits, they are gathered over the ranks."""
     share(module, "weight", split, dim=0)
     module.loss = VocabularyCrossEntropy(split)
     enter(module, split, owner)
@@ -321,9 +324,8 @@ def vocabulary_output(module: nn.Module, split: Split, owner: nn.Module) -> None
 
 def split_own(module: nn.Module, declared: OwnModule, split: Split) -> None:
     """Split a user's own part as its row declares it (`spec.parts`): keep this rank's shares of split parameters, inside a boundary that
-    adds up the outputs of the ranks. Other parameters are replicated. A norm, or an MLP without split parameters, works on the activations
-    between split modules. An attention without split parameters is computed by every rank, and each contributes an equal share of the
-    result."""
+    adds up the outputs of the ranks. Other parameters are replicated. A norm, or an MLP without split parameters, works on activations
+    outside split modules. Every rank computes an attention without split parameters, and contributes an equal share of the result."""
     if declared.kind == "norm" or (declared.kind == "mlp" and not declared.cuts):
         for name in declared.tensors:
             _replicate(module.get_parameter(name), split, partial=split.sequence)
@@ -344,7 +346,6 @@ def split_own(module: nn.Module, declared: OwnModule, split: Split) -> None:
 
 
 def _portion(ranks: int, _: nn.Module, args: tuple[object, ...], out: Tensor) -> Tensor:
-    """Forward hook: return the share that each of `ranks` ranks adds to the sum `out`."""
     return out / ranks
 
 
@@ -396,10 +397,10 @@ SEAMS: dict[type[nn.Module], Seams] = {  # where the transfers at a module's bou
 
 
 def split_part(part: nn.Module, split: Split) -> nn.Module:
-    """Split every module of `part` that has a row in LAYOUT; a module that its owner's row names is not split by its own row. A user's own
-    part is split as it declares.
+    """Split every module of `part` that has a row in LAYOUT. A module that the row of its owner names is split by that row, not by its own
+    row. A user's own part is split as it declares.
 
-    Raises TypeError for parameters that no row covers; they are never silently replicated.
+    Raises TypeError for parameters that no row covers, instead of replicating them silently.
     """
     covered: set[nn.Module] = set()
     for module in list(part.modules()):

@@ -1,6 +1,7 @@
-"""A run on many machines: one process a node, started by an engine or by hand, and a controller where the store is.
+"""A run on many machines. An agent process runs on each node, started by an engine or by hand. The controller runs on the node that serves
+the store.
 
-All agents know the run's key, and the store accepts no other clients (docs/security.md).
+All agents have the run's key, and the store accepts no client without it (docs/security.md).
 
 The engine's variables only decide which process serves the store, and the order in which nodes get ranks. The run's controller decides
 which ranks a node has, and which nodes wait as spares.
@@ -56,8 +57,8 @@ STRANGERS_SECONDS = 60.0  # between reports of those that the store turned away
 
 @dataclass(frozen=True)
 class Host:
-    """One machine of a run. `identity` distinguishes this run's copies of the state from another's. `open_data` opens the data before
-    ranks start."""
+    """One machine of a run. `identity` distinguishes this run's copies of the state from those of other runs. `open_data` opens the data
+    before ranks start."""
 
     job: Job
     fleet: FleetSpec
@@ -72,25 +73,25 @@ class Host:
 
     @cached_property
     def disk(self) -> Path | None:
-        """Folder for copies on this node's disk; None: no such copies."""
+        """Folder for copies of the state on this node's disk; None: no copies are made there."""
         return disk_root(self.job.run_dir, f"{self.identity} {self.name}", self.fleet)
 
 
 def directs(place: Place | None) -> bool:
-    """True if this process directs the run: the first process of the engine does, unless it joins a run in progress."""
+    """True if this process directs the run: it is the engine's first process, and does not join a run in progress."""
     return MEETING not in os.environ and place is not None and place.rank == 0
 
 
 def serve_node(host: Host, place: Place | None) -> int:
-    """Serve as one machine of a run that another process directs, and return the run's exit status. Raises ValueError without a
-    rendezvous address, NoKey without the run's key, WrongKey if the key differs from the store's."""
+    """Serve as one machine of a run that another process directs, and return the run's exit status. Raises ValueError if no rendezvous
+    address is set, NoKey if the run's key is missing, and WrongKey if the store has another key."""
     if MEETING in os.environ:
         _take_key(host, os.environ[MEETING])
         return _serve(host, os.environ[MEETING], order=sys.maxsize, cut_off=_begin_anew)
     if place is None:
         raise ValueError(
-            f"no rendezvous address is set. Start it with torchrun or srun, set RANK, WORLD_SIZE, MASTER_ADDR and "
-            f"MASTER_PORT (rank 0 directs the run), or {MEETING}=tcp://HOST:PORT to join one in progress"
+            f"no rendezvous address is set. Start this command with torchrun or srun, or set RANK, WORLD_SIZE, MASTER_ADDR and "
+            f"MASTER_PORT (rank 0 directs the run), or set {MEETING}=tcp://HOST:PORT to join a run in progress"
         )
     _take_key(host, place.store, alone=place.world == 1)
     os.environ[MEETING] = meeting = _agree(place, "", seconds=host.job.start_timeout)  # if this process is started again
@@ -98,27 +99,28 @@ def serve_node(host: Host, place: Place | None) -> int:
 
 
 def open_data(spec: RunSpec) -> object:
-    """Open the run's data as ranks will, so that this machine has read the file lists. Raises DataError if files are missing."""
+    """Open the run's data as its ranks will, so that this machine has read the lists of files before they start. Raises DataError if files
+    are missing."""
     return open_stream(spec, "train")
 
 
 def _take_key(host: Host, address: str, *, alone: bool = False) -> Key:
-    """Find the run's key and put it into this process's environment, for its children and its successor. If all processes are on one
-    machine, create a missing key. Raises NoKey."""
+    """Find the run's key and put it into this process's environment, for its child processes and for a new agent that replaces it. If all
+    processes are on one machine and no key exists, create one. Raises NoKey."""
     found = (key.of_run if alone or _is_loopback(address) else key.shared)(host.job.run_dir)
     os.environ |= found.variables
     return found
 
 
 def _is_loopback(address: str) -> bool:
-    """Return True if all processes at "SCHEME://HOST:PORT" are on one machine. Host names are not resolved, because machines may
-    resolve them differently."""
+    """True if only processes on this machine can reach "SCHEME://HOST:PORT". Host names are not resolved, because machines may resolve them
+    differently."""
     return is_loopback(address.partition("://")[2].rpartition(":")[0].strip("[]"))
 
 
 def _agree(place: Place, meeting: str, *, seconds: float) -> str:
-    """Agree on the rendezvous address. The engine's own store only announces this address, because it may still hold keys from earlier
-    starts."""
+    """Agree with the other agents on the rendezvous address, and return it. The engine's own store is used only to announce this address,
+    because it may still hold keys from earlier starts."""
     if not place.engine_serves:
         return place.store
     store = dist.PrefixStore("megalith", tcp_store(place.store, serves=False, timeout=timedelta(seconds=seconds)))
@@ -164,13 +166,10 @@ def direct(
 
 
 class _Strangers:
-    """Prints the counts of clients that the store rejected, when they have grown."""
-
     def __init__(self, store: StoreClient) -> None:
         self._store, self._told, self._next = store, 0, time.monotonic()
 
     def report(self, *, last: bool = False) -> None:
-        """Ask the store for its counts every STRANGERS_SECONDS, and at the end. Raises StoreGone."""
         if time.monotonic() < self._next and not last:
             return
         self._next = time.monotonic() + STRANGERS_SECONDS
@@ -185,7 +184,6 @@ class _OwnAgent:
     """The agent of the machine that directs a run. No engine starts this agent, so the directing process restarts a killed one."""
 
     def __init__(self, host: Host, meeting: str) -> None:
-        """Fork the agent. This process must have only one thread."""
         self._meeting = meeting
         self._forked = os.fork()
         if self._forked == 0:
@@ -194,11 +192,11 @@ class _OwnAgent:
         self._code: int | None = None  # how it ended
 
     def tend(self) -> None:
-        """If the agent was killed, start another one, which joins the run; not if it left on purpose."""
+        """If a signal killed the agent, start another one, which joins the run. An agent that exited by itself is not replaced."""
         if self._code is None:
             self._code = self._look()
         if self._code is not None and self._code < 0:
-            print(f"this node's agent was killed by signal {-self._code}, and is started again", file=sys.stderr, flush=True)
+            print(f"this node's agent was killed by signal {-self._code}; a new agent is started", file=sys.stderr, flush=True)
             with_this = partial(parent_watch.die_with_parent, os.getpid())
             variables = os.environ | {MEETING: self._meeting}
             self._again, self._code = subprocess.Popen(_own_command(), env=variables, preexec_fn=with_this), None
@@ -210,7 +208,6 @@ class _OwnAgent:
         return os.waitstatus_to_exitcode(status) if process else None
 
     def end(self) -> None:
-        """Wait a limited time for the agent, then kill it."""
         end = time.monotonic() + LEAVE_SECONDS
         while self._code is None and self._look() is None:
             if time.monotonic() >= end:
@@ -242,8 +239,8 @@ def _control(
 
 
 def _be_the_agent(host: Host, meeting: str, *, parent: int) -> NoReturn:
-    """Run the agent of the machine that directs the run. If the controller counts it as lost (the machine may have been too busy for a
-    heartbeat), it joins again."""
+    """Run the agent of the machine that directs the run. If the controller treats the agent as lost, for instance because a busy machine
+    sent no heartbeat, the agent joins the run again."""
     try:
         parent_watch.die_with_parent(parent)
         os.environ[MEETING] = meeting
@@ -255,24 +252,23 @@ def _be_the_agent(host: Host, meeting: str, *, parent: int) -> NoReturn:
 
 
 def _begin_anew(why: str) -> NoReturn:
-    """Replace this process by a new agent. The old one's ranks end with its pipe, and the run may use the healthy node as a spare."""
-    print(f"this node's agent starts over: {why}", file=sys.stderr, flush=True)
+    """Replace this process by a new agent. The ranks of the old agent end when their pipe to it closes; the run may then use the healthy
+    node as a spare."""
+    print(f"this node's agent leaves the run and joins it again: {why}", file=sys.stderr, flush=True)
     os.execv(sys.executable, _own_command())
 
 
 def _own_command() -> list[str]:
-    """Return the command that started this process."""
     return [sys.executable, *sys.orig_argv[1:]]
 
 
 def _serve(host: Host, meeting: str, *, order: int, cut_off: Callable[[str], NoReturn]) -> int:
-    """Run an agent; return the exit status of the run, or LOST if the agent cannot join the run."""
     seconds = host.job.start_timeout
     known = _take_key(host, meeting)
     try:
         store, beating = (StoreClient(meeting, known, seconds=seconds) for _ in range(2))
     except StoreGone as error:
-        print(f"no run to join at {meeting} within {seconds:g} s: {error}", file=sys.stderr, flush=True)
+        print(f"found no run to join at {meeting} within {seconds:g} s: {error}", file=sys.stderr, flush=True)
         return ExitCode.LOST
     if not _is_fit(host, store, seconds=seconds):
         return ExitCode.LOST
@@ -293,8 +289,8 @@ def _serve(host: Host, meeting: str, *, order: int, cut_off: Callable[[str], NoR
 
 
 def _is_fit(host: Host, store: rendezvous.Store, *, seconds: float) -> bool:
-    """True if this machine may join. An unfit machine prints the reason, reports it to the controller, and has `seconds` to become
-    fit."""
+    """True if this machine may join the run. If the machine is not fit, print the reason, report it to the controller, and wait up to
+    `seconds` until the machine is fit."""
 
     def notify(why: str) -> None:
         print(f"this node ({host.name}) is not fit to join: {why}. {admission.ANYWAY}", file=sys.stderr, flush=True)
@@ -304,7 +300,8 @@ def _is_fit(host: Host, store: rendezvous.Store, *, seconds: float) -> bool:
 
 
 def _interface_to(meeting: str) -> str | None:
-    """Return the name of the network interface to the store, which ranks also use; None if not found."""
+    """Return the name of the network interface through which this machine reaches the store, for the ranks' own connections; None if it is
+    not found."""
     host, _, port = meeting.removeprefix("tcp://").rpartition(":")
     kind, _, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
     with socket.socket(kind, socket.SOCK_DGRAM) as probe:
@@ -315,8 +312,8 @@ def _interface_to(meeting: str) -> str | None:
 
 
 def own_name(given: str | None) -> str:
-    """Return the node's name: `given`, or the machine's host name. Raises ValueError for a name that cannot be part of a path or a
-    comma-separated list."""
+    """Return the node's name: `given` or, by default, the machine's host name. Raises ValueError for a name that cannot be part of a path
+    or of a comma-separated list."""
     name = given or socket.gethostname()
     if not name or set(name) & set("/, "):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""From a RunSpec to the parts that train: groups, stages, program, executor, optimizer, state."""
+"""Builds the objects that train a run from its RunSpec: process groups, stages, pipeline program, executor, optimizer and state."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -74,14 +74,15 @@ class Trainer:
     schedule: int | None = None  # steps of the schedule of learning rates that are done; None: as many as the state has updates
 
     def enter(self, phase: Phase, size: int | None = None) -> None:
-        """Train a phase of the run from now on. All ranks call it together, between two steps, when all steps are verified. Modules,
-        state and groups stay, so only functions whose tensor shapes change are compiled again. `size`: samples of this site in a step;
-        None: the site's part of the phase's batch. Raises ValueError if the plan cannot split these samples evenly."""
+        """Switch to a phase of the run. All ranks call this together, between two steps, when all earlier steps are verified. Modules,
+        state and process groups stay the same, so torch.compile recompiles only functions whose tensor shapes change. `size`: this site's
+        number of samples in a step; None: the site's part of the phase's batch. Raises ValueError if the plan cannot split this number
+        evenly."""
         spec = within(during(self.run, phase), size)
         if size is not None and size % (unit := spec.plan.data * spec.plan.microbatch):
             raise ValueError(
-                f"{size} samples handed back by another site are not a multiple of plan.data x plan.microbatch = {unit}. Set the plan and "
-                "sites.count back until these samples are trained"
+                f"another site left {size} samples to this site, not a multiple of plan.data x plan.microbatch = {unit}. Set the plan and "
+                "sites.count to their previous values until this site has trained on these samples"
             )
         if spec.microbatches != self.spec.microbatches or spec.train.seq_len != self.spec.train.seq_len:
             self.executor.adopt(program_of(spec, self.groups), hidden_of(spec, self.device))
@@ -89,7 +90,7 @@ class Trainer:
 
     @property
     def reader(self) -> int:
-        """This rank's index among the ranks that read different samples."""
+        """This rank's index on the data axis, whose ranks read different samples."""
         return self.groups.coordinates["data"]
 
     @property
@@ -112,13 +113,14 @@ class Trainer:
         return [recipe for recipe in self.narrow() if recipe.history is not None]
 
     def counted(self) -> list[Tensor]:
-        """Counters of the current step on this rank: the tokens of each expert, and the largest magnitudes for delayed scales."""
+        """Return the counters of the current step on this rank: the number of tokens of each expert, and the largest magnitudes for delayed
+        scales."""
         largest = [recipe.latest for recipe in self.delayed() if recipe.latest is not None]
         return [moe.router.counts for moe in self.routers().values()] + largest
 
     def update_router_biases(self) -> None:
-        """After a step, pass each router the load of its experts, and each recipe with delayed scales the largest magnitude, both over
-        all ranks."""
+        """After a step, pass each router the loads of its experts, summed over all ranks, and each recipe with delayed scales the largest
+        magnitude over all ranks."""
         self._take_in_maxima()
         routers = list(self.routers().values())
         if not routers:
@@ -143,7 +145,7 @@ class Trainer:
             tensor.zero_()
 
     def discard(self) -> None:
-        """Discard the maxima of this step's forwards, because the forwards will run again."""
+        """Discard the layer maxima of this step's forwards (extremes and attention logits), because the forwards will run again."""
         self.extremes.clear()
         if self.heads is not None:
             self.heads.clear()
@@ -166,8 +168,8 @@ class Trainer:
         return learning_rate(done, spec=spec.optimizer, steps=spec.train.steps, branch=spec.branch)
 
     def clip(self, factor: float, *, number: int) -> None:
-        """Multiply all gradients by `factor`, for update `number` of the run. With adaptive clipping, also limit each gradient to its
-        usual norm. All ranks call it together."""
+        """Multiply all gradients by `factor`, for update `number` of the run. With adaptive clipping, also limit each parameter's gradient
+        to a multiple of its usual norm. All ranks call this together."""
         gradients.scale([p.grad for p in self.parameters.values() if p.grad is not None], factor)
         if self.adaptive is not None:
             self.adaptive.clip(number=number)
@@ -190,7 +192,8 @@ class Trainer:
         self._count_update()
 
     def asked(self, factor: float | None) -> UpdateRequest:
-        """Return a request to make the next update inside the backward, with gradients multiplied by `factor`."""
+        """Return the request to make the next update inside the backward, with gradients multiplied by `factor`; None: only measure the
+        gradients."""
         return UpdateRequest(factor, self.state.updates, self.lr)
 
     def keep_update(self) -> None:
@@ -205,8 +208,8 @@ class Trainer:
 
     @property
     def wide(self) -> bool:
-        """True if the next update uses no low-precision products: `precision.wide_decay` asks for this during the learning rate's
-        decay."""
+        """True if the next update uses no low-precision products, because `precision.wide_decay` is set and the learning rate is in its
+        final decay."""
         spec = self.spec
         if not spec.precision.wide_decay:
             return False
@@ -219,7 +222,7 @@ class Trainer:
 
     @property
     def gradient_scale(self) -> float:
-        """The loss scale: gradients carry this factor until they are summed."""
+        """The loss scale, by which gradients are multiplied until they are summed."""
         return 1.0 if self.state.scale is None else self.state.scale.value
 
 
@@ -233,11 +236,11 @@ def assemble(
     callbacks: Callbacks | None = None,
     target: str | None = None,
 ) -> Trainer:
-    """Build this rank's part of the run, or of its site. `load`: weights will be loaded, so no initial values are drawn. `folder`: the
-    folder for state on disk if the plan names none; None: the folder of temporary files. `callbacks`: the user's own. `target`: the
-    kind of device that a dry run is for; None: `device`.
+    """Build this rank's part of the run, or of its site. `load`: weights will be loaded from a checkpoint, so no initial weights are drawn.
+    `folder`: the folder for state on disk if the plan names none; None: the folder of temporary files. `callbacks`: the user's own.
+    `target`: the kind of device that a dry run simulates; None: the kind of `device`.
 
-    Raises RuntimeError if the schedule's program has a fault (found before anything is sent), and StateFileError if a disk has no room.
+    Raises RuntimeError if the pipeline program is wrong, before any message is sent, and StateFileError if a disk has no room.
     """
     whole, spec = spec, within(during(spec, Phases.of(spec).all[0]))
     model, plan = spec.model.build(), spec.plan
@@ -314,7 +317,7 @@ def assemble(
 
 
 def program_of(spec: RunSpec, groups: Groups) -> Program:
-    """Return the pipeline program of a step. Raises RuntimeError if the program has a fault."""
+    """Return the pipeline program of a step. Raises RuntimeError if the program is wrong."""
     plan = spec.plan
     schedule = build(plan.schedule, ranks=plan.pipeline, microbatches=spec.microbatches, chunks=plan.chunks)
     program = lower(schedule, plan.zero, retained=plan.retained(len(spec.model.build().blocks)))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def indices(spec: RunSpec, *, first: int, data_rank: int) -> list[range]:
-    """Sample numbers of each of a data rank's microbatches, in the step whose global batch starts at sample `first`.
+    """Return the sample numbers of each microbatch of a data rank, for the step whose global batch starts at sample `first`.
 
     The i-th microbatches of all data ranks together hold consecutive samples, and the step's samples are the same for every plan.
     """
@@ -31,7 +31,7 @@ def indices(spec: RunSpec, *, first: int, data_rank: int) -> list[range]:
 
 @dataclass(frozen=True)
 class Cut:
-    """A rank's part of a sample, and the facts about it that the model reads."""
+    """A rank's part of each sample, and how documents and later tokens enter the model."""
 
     masked: bool = False  # tokens see their own document only; otherwise rows are single documents
     ahead: int = 0  # depth of the model's multi-token prediction
@@ -57,8 +57,8 @@ def to_batch(
     wide: bool = False,
     raised: frozenset[str] = frozenset(),
 ) -> Batch:
-    """Return a microbatch on the device. `sequences`: those of the whole global batch. `wide`: all low-precision products use high
-    precision; `raised`: only those of these parts do."""
+    """Return a microbatch on the device. `sequences`: the number of sequences in the whole global batch. `wide`: all matrix products use
+    high precision; `raised`: the parts of the model whose products use high precision."""
     several = cut.masked and any(len(row) > 1 for row in samples.segments)
     length = samples.tokens.shape[1]
     positions = samples.positions if cut.masked else np.broadcast_to(np.arange(length), samples.tokens.shape)
@@ -84,8 +84,8 @@ def to_batch(
 
 
 def _ahead(samples: Samples, cut: Cut) -> dict[str, np.ndarray]:
-    """For depth k, return the kth token after each token, and that token's target; neither exists past the end of the document (or
-    row)."""
+    """For each depth k, return the kth token after each token, and the target of that later token. Beyond the end of the document (or row)
+    there is no target."""
     rows, length = samples.tokens.shape
     lengths = samples.segments if cut.masked else ((length,),) * rows
     left = np.stack(
@@ -104,8 +104,8 @@ def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def count_valid(microbatches: Sequence[Samples], *, groups: Groups) -> int:
-    """Count the valid targets of the whole global batch. This number is known before the first backward, so losses and gradients need
-    only be added up."""
+    """Count the valid targets of the whole global batch. Because this number is known before the first backward, each loss can be divided
+    by it, and losses and gradients of all ranks only have to be summed."""
     mine = sum(int((samples.targets >= 0).sum()) for samples in microbatches)
     count = torch.tensor(mine if groups.coordinates["context"] == 0 else 0)  # ranks of a context read the same samples
     dist.all_reduce(count, group=groups.data)

@@ -14,7 +14,7 @@ from megalith.fleet.evidence import STACKS
 from megalith.parallel.groups import MESSAGES_ONLY
 
 _RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
-"""torch's flight recorders: of gloo, and of NCCL where torch was built with it."""
+"""torch's flight recorders: that of gloo, and that of NCCL if torch was built with NCCL."""
 
 
 def answer() -> None:
@@ -33,7 +33,7 @@ def _answer(reading: int) -> None:
 
 def begun() -> dict[str, int]:
     """Return the number of collectives that this rank has begun in each of its groups, by group name; gloo also counts point-to-point
-    messages. Groups for point-to-point messages are left out, because their members do not begin equally many operations.
+    messages. Groups that only send point-to-point messages are left out, because the counts of their members differ.
     """
     found = {}
     for group, ranks in list(distributed_c10d._world.pg_group_ranks.items()):

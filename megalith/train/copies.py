@@ -21,8 +21,8 @@ GOOD_COPIES = 2  # kept to go back to: one may be too young for a spike, and a s
 
 
 def copies_of(trainer: Trainer, *, group: dist.ProcessGroup, warn: Callable[[str], None]) -> Memory | None:
-    """Open the memory for this rank's copies; None: no copies. All ranks of `group` call it together; if one rank's memory has no room,
-    no rank keeps copies."""
+    """Open the node's memory for copies of this rank's state; return None if no copies are kept. All ranks of `group` call this together.
+    If the memory of one rank's node has no room, no rank keeps copies."""
     spec, rank_info = trainer.spec, RankInfo.find()
     if rank_info.memory is None or not spec.fleet.memory_every or not trainer.state.all_in_memory:
         return None
@@ -50,7 +50,7 @@ def copies_of(trainer: Trainer, *, group: dist.ProcessGroup, warn: Callable[[str
             break
         memory = None
         if good and rank_info.rank == 0:
-            warn(f"memory has no room for {good} copies to rewind to: {failed or 'another rank has no room'}")
+            warn(f"the nodes' memory has no room for {good} copies for rewinds: {failed or 'another rank has no room'}")
     if memory is None:
         return _without(Tier.MEMORY, failed or "another rank has no room", rank_info, warn)
     distance = spec.fleet.buddy_distance(len(rank_info.placement))

@@ -1,7 +1,7 @@
-"""Decision about a step's update: a pure function of numbers that are equal on all ranks, so all ranks make the same decision. The
-plain step and post-validation both call `decide` and carry out its decision. Clipping is a factor; a step with non-finite numbers is
-repeated, skipped, or ends the run; a spike triggers the responses in `stability.answers`, in order. Each reason to act is a function
-that returns a decision from the vitals, or None if it does not apply.
+"""Decision about a step's update: a pure function of numbers that are equal on all ranks, so all ranks make the same decision. The plain
+step and post-validation both call `decide` and carry out its decision. An update multiplies the gradients by the clip factor. A step with
+non-finite numbers is repeated or skipped, or it ends the run. A spike triggers the responses in `stability.answers`, in order. Each
+function that handles one kind of problem returns a decision, or None if the step has no such problem.
 """
 
 import math
@@ -13,7 +13,7 @@ from megalith.train.stability.history import Departure, History
 from megalith.train.stability.loss_scale import Scale
 
 UNUSED = LossScaleSpec()
-"""Default for a run without a loss scale."""
+"""The settings for a run without a loss scale."""
 _TINY = 1e-6  # keeps the clipped norm below its limit in spite of rounding, as torch.nn.utils.clip_grad_norm_ does
 
 
@@ -30,15 +30,15 @@ class Vitals:
     skipped: int = 0
     """Number of updates that the run has skipped so far because of non-finite numbers."""
     tries: int = 0
-    """Number of earlier computations of this step, each with numbers that were not finite or outside their bands."""
+    """Number of earlier computations of this step, whose numbers were not finite or outside their bands."""
     repeatable: bool = False
-    """True if the step can be computed again from the state it began with."""
+    """True if the step can be computed again from the state in which it began."""
     attended: bool = False
     """True if a healer is present, which can examine a spike and rewind."""
     sound: bool | None = None
-    """In a spike, True if the previous batch still has its old loss; None: not examined."""
+    """In a spike, True if the previous batch still has the loss that it had in its own step; None if this was not examined."""
     scale: Scale | None = None
-    """The loss scale of the step, if it had one."""
+    """The loss scale of the step; None: the run has none."""
     lr: float = 0.0
     """The learning rate of the update."""
 
@@ -54,13 +54,13 @@ class Vitals:
 
     @property
     def overflowed(self) -> bool:
-        """True if the loss is finite but the scaled gradients are not: a smaller loss scale may help."""
+        """True if the loss is finite but the scaled gradients are not, so that a smaller loss scale may help."""
         return self.scale is not None and math.isfinite(self.loss) and not math.isfinite(self.norm)
 
 
 @dataclass(frozen=True)
 class Update:
-    """Multiply the gradients by `factor` and update. `lowered`: the learning rate is lower from this update on."""
+    """Multiply the gradients by `factor` and update the weights. `lowered`: the learning rate is lowered for this and later updates."""
 
     factor: float = 1.0
     lowered: bool = False
@@ -68,7 +68,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Rerun:
-    """Compute the step again: a transient hardware error may have caused the unusual numbers."""
+    """Compute the step again, because a transient hardware error may have caused the unusual numbers."""
 
     reason: Literal["not finite", "spike"] = "not finite"
 
@@ -80,13 +80,14 @@ class Skip:
     reason: str
     spike: bool = False
     scale: Scale | None = None
-    """The loss scale of the next step, if gradients overflowed. A skip for an overflow does not count against `stability.skips`."""
+    """The loss scale of the next step, if the update is skipped because gradients overflowed. A skip because of an overflow does not count
+    against `stability.skips`."""
 
 
 @dataclass(frozen=True)
 class Rewind:
-    """Go back to the newest copy of step `at_most` or earlier, and skip the updates made since that copy. Samples stay consumed, so
-    steps and samples continue as if each of those updates had been skipped. `otherwise`: the response if there is no such copy."""
+    """Restore the newest copy of step `at_most` or earlier, and skip the updates made since that copy. The samples of these updates stay
+    consumed, and the step count continues, as if each of the updates had been skipped. `otherwise`: the decision if no such copy exists."""
 
     reason: str
     at_most: int
@@ -112,7 +113,7 @@ def decide(
     history: History | None = None,
     loss_scale: LossScaleSpec = UNUSED,
 ) -> Decision:
-    """Return the decision about the update."""
+    """Return the decision about a step's update."""
     known = history or History()
     if not vitals.finite:
         return _overflow(vitals, loss_scale) or _not_finite(vitals, stability, known)
@@ -128,7 +129,8 @@ def departures(vitals: Vitals, stability: StabilitySpec, history: History) -> tu
 
 
 def known_after(decision: Decision, vitals: Vitals, *, stability: StabilitySpec, history: History) -> History:
-    """Return the run's history after the decision. A rewind also needs the history that the restored copy holds (`History.rewound`)."""
+    """Return the run's history after the decision. After a rewind, the caller combines the result with the history in the restored copy
+    (`History.rewound`)."""
     if isinstance(decision, Skip) and decision.scale is not None:
         return history  # an overflow is the scale's affair, no spike
     strayed = not vitals.finite or bool(departures(vitals, stability, history))
@@ -145,7 +147,6 @@ def known_after(decision: Decision, vitals: Vitals, *, stability: StabilitySpec,
 
 
 def _overflow(vitals: Vitals, loss_scale: LossScaleSpec) -> Skip | None:
-    """Return a skip with a smaller loss scale after an overflow, if a smaller one is allowed."""
     after = vitals.scale.overflowed(loss_scale) if vitals.overflowed and vitals.scale is not None else None
     return None if after is None else Skip(f"the gradients overflowed at loss scale {vitals.gradient_scale:,.0f}", scale=after)
 
@@ -159,15 +160,16 @@ def _not_finite(vitals: Vitals, stability: StabilitySpec, history: History) -> D
     if stability.not_finite == "skip" and vitals.skipped < stability.skips:
         return Skip(found)
     if stability.not_finite == "skip":
-        found += f", and stability.skips = {stability.skips} updates were skipped already"
+        found += f"; updates were skipped already, as many as stability.skips = {stability.skips} allows"
     return _rewind(vitals, found, stability, history, otherwise=Stop(found)) or Stop(found)
 
 
 def _spike(
     vitals: Vitals, found: tuple[Departure, ...], stability: StabilitySpec, history: History, update: Update
 ) -> Decision | None:
-    """Return the first requested response that is not used up. A batch is not skipped if the weights are known to be damaged, or if
-    the run can go back to before a jump of the learning rate, which spoils every update and not this one alone."""
+    """Return the first response in `stability.answers` that is not used up. A batch is not skipped if the weights are known to be
+    damaged. After a jump of the learning rate, which spoils later updates too, a batch is skipped only if the run cannot rewind to
+    before the jump."""
     if not found or not stability.answers:
         return None
     reason = ", ".join(map(str, found))
@@ -181,7 +183,6 @@ def _spike(
 
 
 def _jumped(vitals: Vitals, history: History) -> int | None:
-    """Return the step in which the learning rate jumped up shortly before the spike; None: it did not."""
     jump = history.jump(vitals.step, vitals.lr)
     return jump.step if jump is not None and jump.size > 0 else None
 
@@ -193,8 +194,8 @@ def _may_rewind(vitals: Vitals, stability: StabilitySpec, history: History) -> b
 def _rewind(
     vitals: Vitals, reason: str, stability: StabilitySpec, history: History, *, otherwise: Update | Skip | Stop
 ) -> Rewind | None:
-    """Return a rewind to a copy from before the spike and a jump of the learning rate, and before the copy of an earlier rewind for the
-    same spike."""
+    """Return a rewind to a copy from before the spike. If the learning rate jumped, the copy must be from before the jump; if the run has
+    rewound for this spike already, it must be older than the copy of that rewind."""
     if not _may_rewind(vitals, stability, history):
         return None
     began, jumped = history.began if history.began >= 0 else vitals.step, _jumped(vitals, history)
@@ -204,7 +205,8 @@ def _rewind(
 
 
 def _last(vitals: Vitals, reason: str, stability: StabilitySpec, history: History, update: Update) -> Update | Stop:
-    """Return the last responses: lower the learning rate, then make normal updates while it is lower, then end the run."""
+    """Return the decision when no skip or rewind is left: lower the learning rate; while it is lowered, update as usual; after that, end
+    the run."""
     if vitals.updates < history.lowered:
         return update
     if "lower" in stability.answers and history.lowerings < stability.rewinds:

@@ -19,7 +19,7 @@ from megalith.train.run import choose_device
 @dataclass(frozen=True)
 class Score:
     """The mean loss over the tokens of some text, in nats per token. `tokens`: the number of predicted tokens. `text_bytes`: the text's
-    bytes in UTF-8. The loss in bits per byte compares models with different tokenizers."""
+    bytes in UTF-8. To compare models with different tokenizers, use the loss in bits per byte."""
 
     step: int
     loss: float
@@ -59,7 +59,7 @@ def evaluate(run_dir: Path, texts: Iterable[str], *, step: int | None = None, se
         count += len(ids) - 1
         size += len(text.encode())
     if not count:
-        raise ValueError("the text has nothing to predict: it is empty. Give some text.")
+        raise ValueError("the text is empty, so there is nothing to predict. Give some text.")
     return Score(manifest.step, total / count, count, size)
 
 

@@ -57,7 +57,8 @@ def generate(
 ) -> str:
     """Generate text after `prompt`, up to `tokens` tokens or the end of the text; also add it to the run's events.
 
-    With an empty prompt, the text begins a new document. Raises ValueError if the prompt and `tokens` more exceed the model's context.
+    With an empty prompt, the text begins a new document. Raises ValueError if the prompt plus `tokens` new tokens exceed the model's
+    context.
     """
     checkpoint = folder.find(run_dir if step is None else folder.of_run(run_dir) / folder.name(step))
     manifest = folder.read_manifest(checkpoint)

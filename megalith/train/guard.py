@@ -1,7 +1,8 @@
-"""Guard of one rank's state: takes digests between updates, compares them with replicas', repeats faulty steps, and makes copies. It
-reports a finding as an observation (`megalith.fleet.observations`) and ends the rank; the fleet's policy decides on the response. A
-step whose gradients are not finite is first computed again, without a restart. (Google's Gemini report and Meta's studies of silent
-corruption motivate the checks; the sums are our own choice, see `megalith.fleet.tiers.copies`.)
+"""Checks one rank's state for silent corruption: computes digests of the state between updates, compares them with those of replicas,
+repeats steps with non-finite gradients, and copies the state. If a check fails, the guard reports an observation
+(`megalith.fleet.observations`) and ends the rank; the fleet's policy decides on the response. A step whose gradients are not finite is
+first computed again, without a restart. (Google's Gemini report and Meta's studies of silent corruption motivate the checks.
+`megalith.fleet.tiers.copies` explains the choice of checksums.)
 """
 
 import os
@@ -35,7 +36,7 @@ Report = Callable[[Observation], None]
 class StateGuard:
     """Per-rank state checker, a `StepHook`. Construction and every method are collective.
 
-    `read` returns the samples of any data rank. `memory`: holds the copies; None: no copies are made.
+    `read` returns the samples of any data rank. `memory` holds copies of the state; None: no copies are made.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class StateGuard:
         self.update_verifier = UpdateVerifier(trainer, memory) if every and memory and repeatable else None
 
     def begin(self, step: int, samples: int) -> None:
-        """Start to guard the current state, that after `step` steps. Call this once the state is restored."""
+        """Start to check the current state, which is the state after `step` steps. Call this after the state is restored."""
         self._good = step
         if self.memory and (pinned := self.memory.pinned_step()) is not None and pinned <= step:
             self._good = pinned
@@ -80,7 +81,7 @@ class StateGuard:
     # --- the moments of a step ---
 
     def before_step(self, trainer: Trainer, step: int) -> None:
-        """Discard the observations of the last step's gradients."""
+        """Discard what was recorded about the last step's gradients."""
         self.probe.next()
         self.probe.digests = self._verifies(step) and self.fleet.verify == "all"
 
@@ -99,11 +100,9 @@ class StateGuard:
             self.update_verifier.begin(step)
 
     def after_update(self, trainer: Trainer, step: int) -> None:
-        """Verify the update, then record the digest expected before the next one."""
+        """Verify the update, and record the digest that the state must still have before the next update."""
         if self.update_verifier and self._verifies(step) and (rank := self.update_verifier.check(step)) is not None:
-            text = (
-                f"rank {rank}'s update of step {step + 1} differs from the same update computed again from the copy of its state"
-            )
+            text = f"rank {rank}'s update in step {step + 1} differs from the same update, recomputed from a copy of the state"
             self._accuse(StateCorrupt(**self._here(step, rank), where="update"), text)
         if self.fleet.digest:
             known = self._without_scale(self._digest())
@@ -112,7 +111,7 @@ class StateGuard:
                 self.replicas.start(self._whole(known))
 
     def update_skipped(self, trainer: Trainer, step: int) -> None:
-        """Check that the skipped step left the state unchanged, and record the digest under the next step's number."""
+        """Check that the skipped step left the state unchanged, and record the same digest for the next step."""
         if self.fleet.digest and (known := self._digests.get(step)) is not None:
             self.check_state(step)
             self._digests = {step: known, step + 1: known}
@@ -123,23 +122,24 @@ class StateGuard:
         """No-op."""
 
     def check_state(self, step: int) -> None:
-        """Check that the state after `step` steps is the last update's result; else report the difference and raise Reported.
+        """Check that the state after `step` steps is still the result of the last update. If the state has changed, report this and raise
+        Reported.
 
-        Also call this before the state is saved: a checkpoint of an altered state would pass its own digests.
+        Also call this before a checkpoint is saved, because a checkpoint of an altered state would match its own checksums.
         """
         known = self._digests.get(step)
         if known is not None and (found := self._digest()) != (known := self._whole(known)):
-            text = f"the state after {step} steps had the digest {known:016x}, and has {found:016x} now"
+            text = f"the state after {step} steps had the digest {known:016x} after its update, but now has {found:016x}"
             self._accuse(StateCorrupt(**self._here(step, self.rank_info.rank), where="at rest"), text)
 
     def _digest(self) -> int:
-        """Return the digest of the state. Tensors on disk enter with the digest of what was written, because each read verifies
-        them."""
+        """Return the digest of the state. For tensors on disk, the digest of the written bytes is used, because each read verifies the
+        bytes."""
         return (self._in_memory() + self.trainer.state.sum) % WORDS
 
     def _of_scale(self) -> int:
-        """Return the loss scale's part of the digest. Only the loss scale may change in a skipped step. `State` also keeps it as a
-        Python number, so that an altered tensor is detected."""
+        """Return the loss scale's part of the digest. The loss scale is handled separately, because only it may change in a skipped step.
+        Its digest is computed from the Python copy of the scale in `State`, so that an altered tensor is detected."""
         scale = self.trainer.state.scale
         return 0 if scale is None else checksum([torch.tensor(scale, dtype=torch.float32)])
 
@@ -169,8 +169,8 @@ class StateGuard:
         self._together(observation, f"step {step + 1}: ranks {ranks} {found.text}", reporter=reporter)
 
     def rerun(self, step: int) -> None:
-        """Report that a gradient of the step is not finite, and restore the state at the start of the step. After a transient
-        error, a repeated step then has the right bits."""
+        """Report that a gradient of the step is not finite, and restore the state from the start of the step. If the error was transient,
+        the repeated step then computes the right bits."""
         origin = self._origin()
         if self.rank_info.rank == (origin or 0):
             self.report(self._nonfinite(step, origin, "not asked"))
@@ -184,15 +184,15 @@ class StateGuard:
         self.before_step(self.trainer, step)
 
     def rewound(self, step: int) -> None:
-        """Start to guard the state of a copy to which the run went back, that after `step` steps."""
+        """Start to check the state after a rewind: the restored state is the state after `step` steps."""
         if self.fleet.digest:
             self._digests = {step: self._without_scale(self._digest())}
             if self.replicas:
                 self.replicas.start(self._whole(self._digests[step]))
 
     def _origin(self) -> int | None:
-        """Return the rank whose own gradients were not finite before the reduction; of several, the first in the order of backward.
-        None if no rank's were: then the sum or a norm overflowed.
+        """Return the rank whose own gradients were not finite before the reduction; of several ranks, the first in the order of backward.
+        None if all ranks' gradients were finite, so that the sum or the norm overflowed.
         """
         bad = [rank for rank, (flag,) in enumerate(table([int(not self.probe.finite())], self.trainer)) if flag]
         mesh = self.trainer.groups.mesh
@@ -206,14 +206,14 @@ class StateGuard:
         return Nonfinite(**here, name=bad[0] if bad else "no single parameter", elsewhere=elsewhere)
 
     def blame(self, error: NotFinite, step: int) -> None:
-        """Report a gradient that was not finite in two computations, and whether another replica computes the same. Raises Reported if
-        there is a supervisor."""
+        """Report a gradient that was not finite in two computations, and whether it is not finite on another replica too. Raises Reported
+        if there is a supervisor."""
         origin = self._origin()
         observation = self._nonfinite(step, origin, "reproduced" if origin is None else self._elsewhere(step, origin))
         self._together(observation, str(error), reporter=origin or 0)
 
     def _elsewhere(self, step: int, origin: int) -> str:
-        """Return the result of a replica that computes `origin`'s samples."""
+        """Recompute the gradients of rank `origin`'s samples on another replica; return "clean" if they are finite, else "reproduced"."""
         shift, mesh = self.gradient_verifier.shift, self.trainer.groups.mesh
         if not shift:
             return "nobody to ask"
@@ -226,7 +226,7 @@ class StateGuard:
 
     def _judge_replicas(self, step: int, wrong: list["Split"]) -> None:
         for split in wrong:
-            text = f"after {step} steps ranks {split.ranks} must hold the same state, and {split.odd} differ"
+            text = f"after {step} steps ranks {split.ranks} must hold the same state, but ranks {split.odd} differ"
             if len(split.odd) == 1:
                 self._together(StateCorrupt(**self._here(step, split.odd[0]), where="replica"), text, reporter=split.witness)
             nodes = tuple(dict.fromkeys(self.rank_info.node_of(rank) for rank in split.odd))
@@ -245,12 +245,11 @@ class StateGuard:
         }
 
     def _accuse(self, observation: Observation, text: str) -> None:
-        """Report a finding that only this rank knows."""
         self.report(observation)
         raise Reported(text)
 
     def _together(self, observation: Observation, text: str, *, reporter: int) -> None:
-        """Report a finding that all ranks know: one of them reports, and no rank ends before the report."""
+        """Report an observation of which all ranks know: rank `reporter` reports it, and no rank ends before the report."""
         if self.rank_info.rank == reporter:
             self.report(observation)
         dist.barrier(group=self.trainer.groups.world)
@@ -267,7 +266,7 @@ class StateGuard:
         return step % self.fleet.memory_every == 0 or self._due_on_disk(step) or self._due_as_good(step)
 
     def _due_as_good(self, step: int) -> bool:
-        """Return True if a copy for a later rewind is due; never during a spike."""
+        """Return True if a copy for later rewinds is due. During a spike, no copy for rewinds is made."""
         stability, history = self.trainer.spec.stability, self.trainer.state.history
         return "rewind" in stability.answers and step % stability.keep_every == 0 and history.began < 0
 
@@ -296,8 +295,8 @@ class StateGuard:
 
 
 class Split:
-    """Ranks that must hold the same bits but do not. `odd`: the ranks that differ from the majority; all ranks without a
-    majority."""
+    """Ranks that should hold the same bits but do not. `odd`: the ranks that differ from the majority; if there is no majority, all of
+    these ranks."""
 
     def __init__(self, ranks: Sequence[int], digests: Sequence[int]) -> None:
         self.ranks = tuple(ranks)
@@ -322,7 +321,7 @@ class Replicas:
         self._work: Any = None
 
     def start(self, known: int) -> None:
-        """Send this rank's digest to all."""
+        """Start to send this rank's digest to all ranks."""
         if self.groups:
             self.wait()
             own = torch.tensor([known - (1 << 64) if known >= 1 << 63 else known], device=self.device)
@@ -330,7 +329,7 @@ class Replicas:
             self._work = dist.all_gather_into_tensor(self._everyone, own, group=self.world, async_op=True)
 
     def wait(self) -> list[Split]:
-        """Return the ranks whose state differs from their replicas'."""
+        """Wait for all digests; return the groups of replicas whose states differ."""
         if self._work is None:
             return []
         self._work.wait()

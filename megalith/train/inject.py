@@ -1,4 +1,4 @@
-"""Deliberate faults in tensors and computations. `fleet.actions` has the faults in processes, connections and files."""
+"""Injects faults into tensors and computations. `fleet.actions` injects faults into processes, connections and files."""
 
 import os
 import time
@@ -18,7 +18,7 @@ from megalith.train.assemble import Trainer
 FLIPPED_BIT = 20  # of fp32's mantissa: a change of about 1 % of the value, far from NaN
 WRONG_BY = 0.37
 Reads = Callable[[int], tuple[Path, int, int]]
-"""A function from a step to a shard that this rank reads in it, with the first and the last byte."""
+"""A function that returns, for a step, a data shard that this rank reads in this step, and the range of bytes."""
 
 SLOW_SECONDS, SLOW_STEPS = 0.15, 3.0  # a slow rank works so much longer a step, or so many times what its steps took before
 
@@ -39,7 +39,7 @@ class Injector:
         self._least = float("inf")  # seconds that this thread worked between the beginnings of two steps
 
     def before_step(self, trainer: Trainer, step: int) -> None:
-        """Handle the start of a step: prepare faults in its gradients."""
+        """At the start of a step, flip bits of its data, and prepare the faults in its gradients."""
         self._remove_hooks()
         now = time.thread_time()
         if self._begun is not None:
@@ -66,7 +66,8 @@ class Injector:
         """Do nothing: the update was skipped."""
 
     def after_step(self, trainer: Trainer, step: int) -> None:
-        """Cause the faults that are due after the step's checks, while the state does not change until the next step."""
+        """Cause the faults that are due between steps, when the step's checks are done and the state does not change until the next
+        step."""
         for one in self._faults.due("resting", step):
             if one.kind in ACTIONS:
                 happen(one, self._faults.rank_info)
@@ -74,7 +75,6 @@ class Injector:
                 flip(trainer, one)
 
     def _spoiler(self, one: Injection) -> Callable[[Tensor], Tensor]:
-        """Return a function that alters one parameter's gradient on its way to the reduction."""
         came: list[int] = []
 
         def spoil(grad: Tensor) -> Tensor:
@@ -99,18 +99,20 @@ class Injector:
 
 
 def flip_data(one: Injection, shard: Path, begin: int, end: int) -> None:
-    """Flip one bit of a shard between bytes `begin` and `end`, before these bytes are read; only in a campaign's own copy of the
-    shard."""
-    assert (shard.parent / OWN_DATA).exists(), f"{shard} is not a campaign's own copy of the data, so no bit of it is flipped"
+    """Flip one bit of a shard between bytes `begin` and `end`, before these bytes are read. The shard must be a campaign's own copy of the
+    data."""
+    assert (shard.parent / OWN_DATA).exists(), f"{shard} is not a campaign's own copy of the data, so no bit may be flipped in it"
     at = begin + int(one.place * (end - begin))
     with shard.open("r+b", buffering=0) as file:
         byte = os.pread(file.fileno(), 1, at)[0]
         os.pwrite(file.fileno(), bytes([byte ^ 1]), at)
-    print(f"fault {one.number}: a bit of byte {at} of {shard.name} flipped before step {one.step} is read", flush=True)
+    print(
+        f"fault {one.number}: flipped a bit of byte {at} of {shard.name} before the data of step {one.step} is read", flush=True
+    )
 
 
 def work(seconds: float) -> None:
-    """Keep this thread busy for the added time, because a throttled device computes longer and does not idle."""
+    """Keep this thread busy for `seconds`, because a throttled device computes for longer and does not idle."""
     end = time.thread_time() + seconds
     while time.thread_time() < end:
         pass
@@ -123,10 +125,10 @@ def flip(trainer: Trainer, one: Injection) -> None:
     held = {name: share for name, share in shares.items() if share.numel()}
     names = sorted(name for name in held if held[name].dtype == torch.float32)
     if not names:
-        print(f"fault {one.number}: no {one.kind} is in memory after step {one.step}: all are on disk", flush=True)
+        print(f"fault {one.number}: no bit was flipped after step {one.step}, because no {one.kind} is in memory", flush=True)
         return
     name = names[int(one.place * len(names))]
     flat = held[name].view(-1)
     bits = flat[int(one.place * flat.numel()) :][:1].view(torch.int32)
     bits.bitwise_xor_(1 << FLIPPED_BIT)
-    print(f"fault {one.number}: a bit of {name} flipped after step {one.step}", flush=True)
+    print(f"fault {one.number}: flipped a bit of {name} after step {one.step}", flush=True)

@@ -1,4 +1,4 @@
-"""The loop: batch -> step -> events, validation, checkpoint."""
+"""The training loop: reads a batch, trains a step, and writes events, validation results and checkpoints."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -41,7 +41,8 @@ SPANS_EVERY = 100  # steps between drawings of the pipeline in the log
 
 
 class NotSavedError(RuntimeError):
-    """The last state of a run could not be saved. Copies in memory are kept, and the same command resumes from them."""
+    """The last state of a run could not be saved. The copies of the state in the nodes' memory are kept, and the same command resumes from
+    them."""
 
     exit_code = ExitCode.LOST
 
@@ -57,7 +58,7 @@ def nothing_left(done: int, *, steps: int) -> str:
 def stepper_of(
     trainer: Trainer, *, step_hooks: Sequence[StepHook] = (), referee: Referee | None = None, healer: Healer | None = None
 ) -> Stepper:
-    """The stepper of the trainer's plan. `referee`, one of the `step_hooks`, repeats a step whose gradients are not finite;
+    """Return the stepper that the trainer's plan needs. `referee`, one of the `step_hooks`, repeats a step whose gradients are not finite;
     `healer` responds to spikes."""
     kind = LateStepper if trainer.spec.plan.post_validation else Stepper
     return kind(trainer, step_hooks=step_hooks, referee=referee, healer=healer)
@@ -65,20 +66,17 @@ def stepper_of(
 
 @dataclass(frozen=True)
 class _Timed:
-    """A step's seconds on this rank: for reading its data, and in total."""
-
     read: float
     whole: float
 
 
 def _went_to(done: StepResult, timed: _Timed) -> dict[str, float]:
-    """Return a step's seconds on this rank by use; they add up to the step."""
     breakdown = done.breakdown | {"data": done.breakdown["data"] + timed.read}
     return breakdown | {"other": max(0.0, timed.whole - sum(breakdown.values()))}
 
 
 class Loop:
-    """One rank's run from `position` to the last step. Construction and `run` are collective."""
+    """Trains on one rank from `position` to the last step. Construction and `run` are collective."""
 
     def __init__(
         self,
@@ -129,12 +127,12 @@ class Loop:
 
     @property
     def ended(self) -> bool:
-        """True if all updates are made; with sites, if the merged weights contain all samples."""
+        """True if all updates are made or, with sites, if the merged weights include the training on all samples."""
         return self.trainer.state.updates >= self.spec.train.steps if self.sites is None else self.sites.ended
 
     def run(self, *, stop: object, after_step: Callable[[int], object]) -> str:
-        """Train to the last step ("finished") or until a rank is asked to stop ("stopped"), and save. With sites, the run is finished
-        once a quorum of sites has saved the last step. Raises NotSavedError if saving has failed for too long.
+        """Train to the last step (return "finished") or until a rank is asked to stop (return "stopped"), and save the state. With sites,
+        the run is finished once a quorum of sites has saved the last step. Raises NotSavedError if saving has failed for too long.
         """
         every = self.spec.validation.every
         joins = self.sites is not None and self.sites.enters
@@ -184,13 +182,15 @@ class Loop:
         self._first = step
         if self.log:
             self.log.write(
-                Problem("advice", f"this site has the merged weights of step {step} from the others, and trains once they agree")
+                Problem(
+                    "advice", f"this site has the merged weights of step {step} and trains as soon as the other sites include it"
+                )
             )
         return True
 
     def _step_and_merge(self, sites: Sites, stop: bool) -> bool:
-        """Train a step and merge; return True if this site must stop now. If an earlier stop interrupted the merges after a step, only
-        finish them."""
+        """Train a step and merge; return True if this site must stop now. If an earlier stop interrupted the merges after a step, finish
+        these merges and train no step."""
         try:
             stopping = sites.progress.midway is None and self._one_step(stop)
         except StopAsked:  # in the exchange of gradients, so there is no update
@@ -198,8 +198,7 @@ class Loop:
         return self._merge(sites, stopping)
 
     def _merge(self, sites: Sites, stop: bool) -> bool:
-        """Merge the due fragments with the other sites; return True if this site must stop now. `stop`: a stop of this site was
-        requested."""
+        """Merge the due fragments with the other sites; return True if this site must stop now. `stop`: this site was asked to stop."""
         if sites.due(self.step):
             self.heartbeat.beat("merge", self.step, measured=self._measured)
         done = sites.after_step(self.step, stop=stop)
@@ -207,16 +206,18 @@ class Loop:
             for event in done.made:
                 self.log.write(event)
             if done.refused:
-                self._warn(f"{done.refused} connections to this site's port did not prove the run's key, and were closed")
+                self._warn(
+                    f"closed {done.refused} connections to this site's port that did not prove that they have the run's key"
+                )
         return done.stop
 
     def _suspicious(self) -> bool:
-        """Return True if the run may rewind to before this state. A checkpoint of this state would then replace an older, good one."""
+        """Return True if the run is in a spike and may rewind to before this state. During such a spike, no checkpoint is saved, because it
+        would replace an older, good one."""
         history, stability = self.trainer.state.history, self.spec.stability
         return history.began >= 0 and "rewind" in stability.answers and len(history.rewinds) < stability.rewinds
 
     def _one_step(self, stop: bool) -> bool:
-        """Train one step; True if all ranks are to stop now."""
         if self.sites is not None:
             self._turn = self.sites.deal(self.step)
             if self._turn.share is None:
@@ -244,14 +245,13 @@ class Loop:
         return stopping
 
     def _measure(self, done: StepResult) -> StepMeasurement:
-        """Return the measurements for this rank's next beat."""
         assert self._newest is not None
         breakdown = _went_to(done, self._newest)
         return StepMeasurement(done.step, float(done.memory["peak"]), breakdown | {"own": self._compute})
 
     def _enter_phase(self) -> bool:
-        """Enter the phase of the next step. A new phase first waits for the last step's result; return True if that result makes all
-        ranks stop."""
+        """Switch to the phase of the next step. If this is a new phase, first wait for the last step's result; return True if this result
+        makes all ranks stop."""
         share = None if self._turn is None else self._turn.share
         phase = self.phases.at(self.position.samples if share is None else share.first)
         same = phase is self._phase and (share is None or share.size == self.trainer.spec.train.global_batch)
@@ -279,7 +279,8 @@ class Loop:
 
     @property
     def _doing(self) -> str:
-        """Name the step's phase for the heartbeat, because steps with other tensor shapes take other times."""
+        """The name of the step's phase for the heartbeat. Steps of phases with different tensor shapes take different times, so their names
+        differ."""
         first = self.phases.all[0]
         now = self._phase or first
         if (now.seq_len, now.global_batch) == (first.seq_len, first.global_batch):
@@ -287,7 +288,7 @@ class Loop:
         return f"step of {now.global_batch} x {now.seq_len}"
 
     def _advance(self, step: int) -> None:
-        """Move the run's position past `step`: the step's samples are consumed, even if its update was skipped."""
+        """Move the run's position to `step`. A step consumes its samples even if its update was skipped."""
         if self.sites is not None:
             samples = self.sites.progress.deal.dealt
         else:
@@ -298,7 +299,6 @@ class Loop:
         return (step - self._first) % SPANS_EVERY == 1
 
     def _learn(self, settled: list[StepResult]) -> bool:
-        """Record steps whose outcome is now known; return True if all ranks must stop."""
         for done in settled:
             timed = self._newest = self._timed.pop(done.step)
             if self.trainer.device.type != "cpu":
@@ -319,13 +319,11 @@ class Loop:
         return any(done.stop for done in settled)
 
     def _done(self, done: StepResult) -> Done:
-        """Return a step as the user's own callbacks get it."""
         numbers = {"loss": done.loss, "grad_norm": done.grad_norm, "lr": done.lr, "skipped": done.skipped}
         site = 0 if self.sites is None else self.sites.site
         return Done(step=done.step + 1, tokens_seen=self._tokens_seen(done), rank=self.trainer.groups.rank, site=site, **numbers)
 
     def _tokens_seen(self, done: StepResult) -> int:
-        """Return the tokens that the run had read by the end of a step."""
         later = self.step - (done.step + 1)  # steps done since: none with sites
         return self.phases.tokens(self.position.samples - later * self.trainer.spec.train.global_batch)
 
@@ -362,7 +360,6 @@ class Loop:
         )
 
     def _noise_of(self, done: StepResult) -> dict[str, float]:
-        """Return the gradient noise of a step for its event; empty if the plan does not allow an estimate."""
         if done.noise is None or (self.sites and self.sites.step_hooks):  # gradients of all sites, besides those of this site
             return {}
         signal, noise = (SMOOTHED * old + (1 - SMOOTHED) * new for old, new in zip(self._noise, done.noise, strict=True))
@@ -373,7 +370,6 @@ class Loop:
         return {**done.noise._asdict(), **scale}
 
     def _draw(self, done: StepResult) -> None:
-        """Log the times of all actions in the first pipeline, and the times of garbage collections on all ranks."""
         groups = self.trainer.groups
         here = groups.coordinates
         mine = [(here["pipeline"], *span) for span in done.spans] if here["data"] == here["tensor"] == 0 else []
@@ -396,7 +392,7 @@ class Loop:
             self.log.write(Validation(step=self.step, loss=loss, domains=domains, seconds=time.perf_counter() - began))
 
     def _save_last(self, *, patience: float) -> None:
-        """Save the last state; while saving fails, retry for `patience` seconds. All ranks see the same failures."""
+        """Save the last state. If saving fails, retry for up to `patience` seconds. A failure on one rank counts on all ranks."""
         began: float | None = None  # when it first failed
         for more in reversed(range(1 + int(patience / AGAIN_SECONDS))):
             self._save(asynchronous=False)
@@ -412,7 +408,7 @@ class Loop:
             if began is None:
                 began = time.monotonic()
                 words = f"saving the last checkpoint is retried every {AGAIN_SECONDS:g} s, for {more * AGAIN_SECONDS:g} s at most"
-                self._warn(f"{words}: make room in {self.checkpointer.folder}, or bring its file system back")
+                self._warn(f"{words}. Make room in {self.checkpointer.folder}, or make its file system available again")
             time.sleep(AGAIN_SECONDS)
 
     def _warn(self, message: str) -> None:
@@ -432,12 +428,10 @@ class Loop:
         return meta(self._settled(), spec=self.spec, stream=self.stream, sites=progress)
 
     def _settled(self) -> Position:
-        """Verify the last update, then return the run's position."""
         trainer = self.trainer
         known = {"history": trainer.state.history, "callbacks": same_on_all(trainer.callbacks, group=trainer.groups.world)}
         return replace(self.position, updates=trainer.state.updates, **known)
 
     def _check_state(self) -> None:
-        """Check that the state is still the result of the last update."""
         if self.guard:
             self.guard.check_state(self.step)

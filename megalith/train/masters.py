@@ -1,4 +1,4 @@
-"""Master weights stored in two halves, in the form that checkpoints read and fill: fp32 numbers, whatever format stores the halves."""
+"""Gives checkpoints access to master weights that are stored in two halves: checkpoints read and write them as fp32 numbers."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,36 +10,37 @@ from megalith.kernels.halves import join, split
 from megalith.parallel.data import Weight, local
 
 PIECE = 1 << 20
-"""Number of elements whose halves are joined to fp32 at once."""
+"""Number of elements that are joined from their halves to fp32 at once."""
 
 
 class JoinedMasters:
-    """The fp32 master weights of one parameter's share: the compute half, and the lower half, wherever it is stored."""
+    """The fp32 master weights of one parameter's share, joined from the upper half, which is the compute share, and the lower half, which
+    may be on the device, on the host or on disk."""
 
     dtype = torch.float32
 
     def __init__(self, weight: Weight, lower: Tensor | StreamedShare, bits: int) -> None:
-        """`bits`: those of a number's lower half."""
+        """`bits`: the number of bits in a lower half."""
         self.weight, self.lower, self.bits = weight, lower, bits
         self.shape = tuple(local(weight.master).shape)
 
     @property
     def upper(self) -> Tensor:
-        """The compute half, or this rank's share of it: bf16, in the share's shape."""
+        """The upper half: this rank's compute share, bf16 in the share's shape."""
         assert self.weight.moved is not None
         return self.weight.moved
 
     @property
     def in_memory(self) -> bool:
-        """True if no half is on disk."""
+        """True if neither half is on disk."""
         return isinstance(self.lower, Tensor) or self.lower.in_memory
 
     @property
     def extents(self) -> None:
-        """None: no file holds joined numbers."""
+        """None, because no file holds the joined numbers."""
 
     def snapshot(self) -> None:
-        """None: no snapshot exists, as updates change the compute half in memory."""
+        """None, because updates change the upper half in memory, so no snapshot exists."""
 
     def numel(self) -> int:
         """The number of elements."""
@@ -50,7 +51,7 @@ class JoinedMasters:
         return self.dtype.itemsize
 
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield the share in flat pieces in the host's memory, in order: the index of a piece's first element, and the piece."""
+        """Yield the share as flat pieces in the host's memory, in order, each with the index of its first element."""
         upper = self.upper.view(-1)
         for first, lower in self._lower_pieces():
             yield first, join(upper[first : first + lower.numel()].to(lower.device), lower).cpu()
@@ -64,7 +65,8 @@ class JoinedMasters:
 
     @torch.no_grad()
     def fill(self, offset: Sequence[int], values: Tensor) -> None:
-        """Write `values` to the box of the share that begins at `offset`. A lower half of eight bits stores the nearest number."""
+        """Write `values` to the box of the share that begins at `offset`. If a lower half has only eight bits, the values are rounded to
+        the nearest number."""
         upper, lower = split(values.float(), self.bits)
         _box(self.upper, offset, values).copy_(upper)
         if isinstance(self.lower, Tensor):

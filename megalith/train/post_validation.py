@@ -1,10 +1,10 @@
-"""Update first, validate later, undo if needed: the next step begins before the norm of this step's gradients is known (Qi et al. 2024,
-arXiv:2401.10241, section 4).
+"""Post-validation: each rank updates first, validates the update later, and undoes it if needed. The next step begins before the norm of
+this step's gradients is known (Qi et al. 2024, arXiv:2401.10241, section 4).
 
-The norm decides whether gradients are clipped, and needs every rank's last backward. A wait for it between two steps would synchronize
-all ranks, and a schedule that fills its bubble with the next step's forwards (ZB-H2) would gain nothing. Most steps neither clip nor
-diverge. So each rank updates without clipping, runs the next forwards, and checks the norm before its first backward. If the guess was
-wrong, the saved tensors are restored bit for bit, and the forwards run again, so results never differ from those of a synchronous run.
+The norm, which decides whether gradients are clipped, is known only after every rank's last backward. If ranks waited for it between two
+steps, a schedule that fills its bubble with the next step's forwards (ZB-H2) would gain nothing. Most steps neither clip nor diverge. So
+each rank updates without clipping, runs the next forwards, and checks the norm before its first backward. If the update was wrong, the
+saved tensors are restored bit for bit, and the forwards run again, so results never differ from those of a synchronous run.
 """
 
 import time
@@ -44,8 +44,8 @@ class Undone(Exception):  # noqa: N818  # it says what was done
 
 
 class Unchecked:
-    """A step's update, made before all ranks' totals are known. Until they are, this object keeps the gradients, and copies of the
-    changed tensors."""
+    """A step's update that was made before the totals over all ranks were known. Until the totals are known, this object keeps the
+    gradients, and copies of the changed tensors."""
 
     totals: StepTotals  # once it is checked, as are
     decision: Decision
@@ -83,8 +83,8 @@ class Unchecked:
         notify(self.step_hooks, "after_step", self.trainer, self.step)
 
     def holds(self) -> bool:
-        """Wait for the totals; return True if they lead to the decision that the update assumed. In that case, drop gradients and
-        copies."""
+        """Wait for the totals; return True, and drop the gradients and copies, if the totals lead to the decision that the update
+        assumed."""
         self.totals = self._gathering.wait()
         self.balance = Balance(self.trainer)  # awaited when the step is told, after a row in which all ranks get here
         how = {"referee": self._referee, "healer": self._healer, "updates": self.updates - 1, "lr": self.lr}
@@ -99,8 +99,7 @@ class Unchecked:
 
     @torch.no_grad()
     def correct(self) -> None:
-        """Undo the update, then carry out the decision. Raises gradients.NotFinite, or Undone if the step is to be computed
-        again."""
+        """Undo the update, and carry out the decision. Raises gradients.NotFinite, or Undone if the step must be computed again."""
         if self._before:  # none of it may be in memory
             torch._foreach_copy_(self.trainer.state.changed(), self._before)
         for norms, before in zip(self.trainer.state.usual.values(), self._usual_before, strict=True):
@@ -128,12 +127,12 @@ class Unchecked:
         self.outcome = carry_out(self.trainer, self.decision, self._vitals, **more)
 
     def batches(self, begun: Sequence[Batch]) -> Sequence[Batch]:
-        """See `Check`. Without the undone update, the loss scale may be lower, and the rate's decay may not have begun."""
+        """See `Check`. After an update was undone, the loss scale may be lower, and the decay of the learning rate may not have begun
+        yet."""
         scale, wide = self.trainer.gradient_scale, self.trainer.wide
         return [replace(each, gradient_scale=scale, work=each.work and replace(each.work, wide=wide)) for each in begun]
 
     def _remember(self) -> None:
-        """Add an update to the run's history."""
         known = {"totals": self.totals, "lr": self.lr, "healer": self._healer, "findings": Findings()}
         found = remember(self.trainer, self.decision, self._vitals, **known)
         lowered = isinstance(self.decision, Update) and self.decision.lowered
@@ -154,7 +153,7 @@ class Unchecked:
 
 @dataclass(frozen=True)
 class _Open:
-    """A step that is not verified yet, and its inputs."""
+    """A step that is not verified yet, and what is needed to compute it again."""
 
     unchecked: Unchecked
     microbatches: Sequence[Samples]
@@ -170,8 +169,8 @@ class LateStepper(Stepper):
     _open: _Open | None = None
 
     def step(self, microbatches: Sequence[Samples], *, step: int, stop: bool = False) -> list[StepResult]:
-        """Train on this rank's microbatches of step `step`; return the previous step, if it is now verified. Raises gradients.NotFinite
-        with the number of this or the previous step; the weights are then those before that step."""
+        """Train on this rank's microbatches of step `step`; return the previous step, if it is now verified. Raises gradients.NotFinite,
+        which names this or the previous step; the weights are then those from before the named step."""
         trainer, began = self.trainer, time.perf_counter()
         accumulated, told = self._accumulate(microbatches, step)
         notify(self.step_hooks, "after_reduction", trainer, step, accumulated.executed.nll)
@@ -183,7 +182,7 @@ class LateStepper(Stepper):
         return told
 
     def _accumulate(self, microbatches: Sequence[Samples], step: int) -> tuple[StepGradients, list[StepResult]]:
-        """Return this step's gradients, and the previous step, which is verified meanwhile."""
+        """Compute this step's gradients, and verify the previous step before the first backward; return both."""
         if self._open is None:
             return accumulate(self.trainer, microbatches), []
         try:
@@ -194,7 +193,7 @@ class LateStepper(Stepper):
         return accumulate(self.trainer, microbatches), told
 
     def settle(self) -> list[StepResult]:
-        """Verify the last step now, so that no update can be undone later; return that step, unless it was returned before. Raises
+        """Verify the last step now, so that its update cannot be undone later; return the step, unless it was returned before. Raises
         gradients.NotFinite."""
         if self._open is not None:
             try:
@@ -204,14 +203,12 @@ class LateStepper(Stepper):
         return self._tell()
 
     def _again(self, before: FirstComputation) -> StepResult:
-        """Compute again, without post-validation, the step whose update was undone."""
         assert self._open is not None
         done, self._open = self._open, None
         how = {"stop": done.stop, "step_hooks": self.step_hooks, "referee": self.referee, "healer": self.healer}
         return train_step(self.trainer, done.microbatches, step=done.unchecked.step, **how, before=before)
 
     def _tell(self) -> list[StepResult]:
-        """Return the previous step, which is now verified."""
         if self._open is None:
             return []
         done, self._open = self._open, None

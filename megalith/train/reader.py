@@ -1,4 +1,4 @@
-"""The samples that a rank reads, by step, since the rank was started."""
+"""Determines and reads the samples of each step since this rank was started."""
 
 from megalith.data.stream import Batch as Samples
 from megalith.data.stream import Stream
@@ -11,7 +11,8 @@ from megalith.train.stability.healer import Data
 
 
 class Reader:
-    """Reader of each step's samples, of a run or of one site. `begin`: the run's position when this rank was started."""
+    """Reads this rank's samples of any step since its start. `begin`: the run's position when this rank was started. `sites` is None for a
+    run without sites."""
 
     def __init__(self, trainer: Trainer, stream: Stream, begin: Position, sites: Sites | None) -> None:
         self._trainer, self._stream, self._begin, self._sites = trainer, stream, begin, sites
@@ -37,7 +38,7 @@ class Reader:
         return self.indices(step)[0].start
 
     def data(self) -> Data:
-        """Return the data in the form for the healer of spikes."""
+        """Return access to the data in the form that the healer of spikes needs."""
 
         def place(number: int) -> str:
             return f"{self._stream.sample(number).domain} in {self._stream.bytes_of(number)[0].name}"

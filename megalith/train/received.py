@@ -18,8 +18,8 @@ from megalith.train.state import like
 
 
 def receive(trainer: Trainer, load: Callable[[Wanted], LoadResult | None], warn: Warn = silent) -> LoadResult | None:
-    """Fill a trainer's state by `load`, and convert the moments that were saved in another number format. `warn` is called once with
-    the conversions."""
+    """Fill a trainer's state with `load`, and convert moments that were saved in another number format. `warn` is called with a description
+    of the conversions."""
     received = _Received(trainer)
     loaded = load(received.wanted)
     if loaded is not None and received.scratch:
@@ -31,15 +31,12 @@ def receive(trainer: Trainer, load: Callable[[Wanted], LoadResult | None], warn:
 
 
 class _Received:
-    """The moments of a checkpoint, in the format in which it was saved."""
-
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.scratch: dict[tuple[Slot, Slot, str], Tensor] = {}
         """This rank's saved moments, by saved slot, this run's slot, and parameter."""
 
     def wanted(self, meta: Mapping[str, Any]) -> State:
-        """Return the tensors to fill from a checkpoint with this `meta`."""
         state, treated = self.trainer.state, self.trainer.rule.treated
         saved = RunSpec.model_validate(meta["spec"]).optimizer
         found, self.scratch = state.laid(), {}
@@ -57,8 +54,8 @@ class _Received:
 
     @torch.no_grad()
     def convert(self, number: int) -> None:
-        """Convert all received moments to this run's format. `number`: the updates made; it seeds the rounding, which is thus the same
-        under every plan."""
+        """Convert all received moments to this run's number format. `number`: the number of updates made, which seeds the rounding, so that
+        the rounding is the same under every plan."""
         for (was, now, name), share in self.scratch.items():
             cut = self.trainer.rule.whole.cuts[name]
             kept = torch.zeros(now.shape_of(cut.sizes), dtype=DTYPE[now.number], device=share.device)
@@ -70,15 +67,13 @@ class _Received:
 
 
 def _split(loaded: LoadResult, trainer: Trainer) -> str:
-    """Describe how master weights are stored from now on, if the run that saved them stored them differently; else return an empty
-    text."""
+    """Describe the change if this run stores master weights in another format than the checkpoint; else return an empty text."""
     was, now = RunSpec.model_validate(loaded.meta["spec"]).optimizer.master, trainer.spec.optimizer.master
-    how = "rounded to 24 bits" if now == "split8" else "the same numbers"
-    return "" if was == now else f"optimizer.master was {was} when step {loaded.step} was saved and is {now}: {how}"
+    how = "they are rounded to 24 bits" if now == "split8" else "their values do not change"
+    return "" if was == now else f"optimizer.master was {was} when step {loaded.step} was saved and is now {now}: {how}"
 
 
 def _converted(loaded: LoadResult, trainer: Trainer) -> str:
-    """Describe the conversion of the moments."""
     was, now = (RunSpec.model_validate(loaded.meta["spec"]).optimizer.small, trainer.spec.optimizer.small)
-    how = "exactly" if now.number == "fp32" else "rounded as an update rounds them"
-    return f"optimizer.moments was {was.number} when step {loaded.step} was saved and is {now.number}: the moments are converted, {how}"
+    how = "exactly" if now.number == "fp32" else "with the rounding of an update"
+    return f"optimizer.moments was {was.number} when step {loaded.step} was saved and is now {now.number}: the moments are converted {how}"

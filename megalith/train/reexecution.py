@@ -1,10 +1,10 @@
-"""Checks by recomputation: another replica recomputes gradients, and the rank that keeps a copy of the state recomputes updates. A
-wrong gradient is the same on every rank once it is reduced, so no comparison of states finds it. Before that, it can be compared with
-another replica's gradient from the same samples: the same weights, kernels and order give the same bits. Faults that persist are found
-within `verify_every` steps; a one-off error is found only if it hits the compared computation. With `verify = "all"`, this is the whole
-step; with `"one"`, it is an extra computation that training does not use. With one data rank, each rank can only repeat its own
-computation. This finds transient faults, but no fault that gives the same wrong result each time. (Silent data corruption in training:
-arXiv:2502.12340, 2604.00726.)
+"""Silent-corruption checks by recomputation: another replica recomputes gradients, and the rank that keeps a copy of the state recomputes
+updates. After the reduction, a wrong gradient is the same on every rank, so no comparison of states finds it. Before the reduction, a
+gradient can be compared with the gradient that another replica computes from the same samples: the same weights, kernels and order give the
+same bits. Persistent faults are found within `verify_every` steps; a one-off error is found only if it hits the compared computation. With
+`verify = "all"`, the compared computation is the whole step; with `"one"`, it is an extra computation that training does not use. With only
+one data rank, each rank repeats its own computation, which finds transient faults, but no fault that gives the same wrong result each time.
+(Silent data corruption in training: arXiv:2502.12340, 2604.00726.)
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,11 +30,11 @@ from megalith.train.optimizers.rule import Part
 from megalith.train.step import to_batches
 
 Read = Callable[[int, int], Sequence[Samples]]
-"""The microbatches of a data rank: (step, data rank)."""
+"""A function (step, data rank) that returns the microbatches of this data rank in this step."""
 
 
 class GradientProbe:
-    """Digest of this rank's gradients before their reduction, and whether they are finite."""
+    """Computes a digest of this rank's gradients before their reduction, and whether they are finite."""
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.digests = False
@@ -50,8 +50,8 @@ class GradientProbe:
         self._sums, self._before, self._words = [], [], []
 
     def next(self) -> None:
-        """Begin a step. Remember whether all gradients of the previous step were finite, because that step's norm may be known only
-        later."""
+        """Begin a step. Keep the record whether all gradients of the previous step were finite, because the norm of that step may become
+        known only later."""
         self._sums, self._before, self._words = [], self._sums, []
 
     def __call__(self, grads: Sequence[Tensor]) -> bool:
@@ -61,26 +61,27 @@ class GradientProbe:
         return not self.drops
 
     def finite(self) -> bool:
-        """Return True if all gradients were finite. The sum of finite gradients can overflow only if their norm does too."""
+        """Return True if all gradients were finite. (Only the sum of the gradients is checked; the sum of finite gradients overflows only
+        if their norm does.)"""
         sums = [*self._before, *self._sums]
         return not sums or bool(torch.stack(sums).isfinite().all())
 
     def digest(self) -> Tensor:
-        """Return the digest of all gradients: the sum of their words, int64."""
+        """Return the digest of all gradients, int64: the sum of the gradients' words."""
         return torch.stack(self._words).sum() if self._words else torch.zeros((), dtype=torch.int64)
 
 
 @dataclass(frozen=True)
 class Disagreement:
-    """Ranks whose gradients others did not reproduce. `suspects`: the faulty rank if a further computation identified it, else both
-    ranks; empty if a non-finite gradient prevented the comparison."""
+    """Ranks whose gradients another replica did not reproduce. `suspects`: the faulty rank if a further computation identified it, else all
+    ranks involved; empty if a non-finite gradient prevented the comparison."""
 
     suspects: tuple[int, ...]
     text: str
 
 
 class GradientVerifier:
-    """Recomputes gradients. All ranks build it together, because it creates its own message lanes."""
+    """Recomputes gradients on another replica. All ranks build this object together, because it creates communicators."""
 
     def __init__(self, trainer: Trainer, probe: GradientProbe, *, read: Read, microbatches: Literal["one", "all"]) -> None:
         self.trainer, self.probe, self.read, self.whole = trainer, probe, read, microbatches == "all"
@@ -90,8 +91,8 @@ class GradientVerifier:
     # --- gradients ---
 
     def again(self, step: int, *, shift: int = 0) -> tuple[int, bool]:
-        """Compute the gradients of the data rank that is `shift` places further; return their digest, and whether they are finite. Drop
-        these gradients."""
+        """Compute the gradients of the data rank that is `shift` places further, and drop them; return their digest, and whether they are
+        finite."""
         trainer = self.trainer
         here = trainer.groups.coordinates["data"]
         samples = self.read(step, (here + shift) % trainer.groups.mesh.data)
@@ -106,7 +107,6 @@ class GradientVerifier:
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """Run a computation in the block without lasting effects."""
         probe = self.probe
         kept = probe.digests, probe._sums, probe._before, probe._words
         probe.clear()
@@ -119,8 +119,8 @@ class GradientVerifier:
             probe.digests, probe._sums, probe._before, probe._words = kept
 
     def compare(self, step: int) -> Disagreement | None:
-        """Compare the gradients right after the backwards of a step; all ranks return the same result. With `verify = "all"`,
-        `probe.digests` must have been on since the step began."""
+        """Compare gradients between replicas, right after a step's backwards; all ranks return the same result. With `verify = "all"`,
+        `probe.digests` must have been True since the step began."""
         finite = self.probe.finite()
         own = int(self.probe.digest()) if self.whole else self.again(step)[0]
         told = table([own, self.again(step, shift=self.shift)[0], int(finite)], self.trainer)
@@ -134,7 +134,6 @@ class GradientVerifier:
         return self._judge(wrong, first, [(digest, again) for digest, again in second])
 
     def _differing(self, found: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return (first rank, second rank) for each computation that gave two different digests."""
         mesh = self.trainer.groups.mesh
         pairs = []
         for rank, (_, again) in enumerate(found):
@@ -145,19 +144,21 @@ class GradientVerifier:
         return pairs
 
     def _judge(self, wrong: list[tuple[int, int]], first: list[tuple[int, int]], second: list[tuple[int, int]]) -> Disagreement:
-        """Blame the rank whose second result differs from its first; else the rank in every disagreement; else all ranks
-        involved."""
+        """Blame the ranks whose second result differs from their first; if there are none, the one rank that is part of every disagreement;
+        otherwise all ranks involved."""
         involved = sorted({rank for pair in wrong for rank in pair})
         fickle = tuple(rank for rank in involved if first[rank] != second[rank])
         if fickle:
             return Disagreement(fickle, "did not get the same gradients twice")
         always = tuple(rank for rank in involved if all(rank in pair for pair in wrong))
         told = always if len(wrong) > 1 and len(always) == 1 else tuple(involved)
-        return Disagreement(told, "got other gradients than another replica from the same samples; each got its own result twice")
+        return Disagreement(
+            told, "got other gradients than another replica from the same samples; each of them got its own result twice"
+        )
 
 
 def table(mine: Sequence[int], trainer: Trainer) -> list[list[int]]:
-    """Gather all ranks' int64 numbers, by rank. All ranks call it together."""
+    """Gather int64 numbers from all ranks, and return them by rank. All ranks call this together."""
     own = torch.tensor([number - (1 << 64) if number >= 1 << 63 else number for number in mine], device=trainer.device)
     everyone = own.new_empty(trainer.groups.world.size() * len(own))
     dist.all_gather_into_tensor(everyone, own, group=trainer.groups.world)
@@ -168,8 +169,8 @@ def table(mine: Sequence[int], trainer: Trainer) -> list[list[int]]:
 
 
 class UpdateVerifier:
-    """Repeats the update of a shard from the gradients and the copy of the state before the update: on the rank that keeps the copy, or
-    on the shard's own rank if no other keeps one."""
+    """Repeats the update of a shard, from its gradients and a copy of its state before the update. The rank that keeps the copy repeats the
+    update; if no other rank keeps a copy, the shard's own rank does."""
 
     def __init__(self, trainer: Trainer, memory: Memory) -> None:
         self.trainer, self.memory = trainer, memory
@@ -178,7 +179,7 @@ class UpdateVerifier:
         self._grads: Tensor | None = None
 
     def begin(self, step: int) -> None:
-        """Send the gradients to the verifier, right before the update."""
+        """Right before the update, send the gradients to the rank that repeats the update."""
         self._grads, self._number, self._lr = None, self.trainer.state.updates, self.trainer.lr
         if self.trainer.heads is not None and self.trainer.heads.acts:  # a copy does not know which rows it has of a head
             return
@@ -200,7 +201,7 @@ class UpdateVerifier:
         ]
 
     def check(self, step: int) -> int | None:
-        """Check the update right after it was made; return the rank with a wrong update, if this rank found one."""
+        """Right after the update, repeat it and compare the results; return the rank whose update is wrong, if this rank found one."""
         if self._grads is None:
             return None
         after = checksum(self.trainer.state.updated())
@@ -229,12 +230,10 @@ class UpdateVerifier:
         return int(theirs) % (1 << 64)
 
     def _weights(self) -> list[Entry]:
-        """Return the weights, without buffers, that the optimizer changes in the state that this rank recomputes."""
         parameters = {f"weights.{name}" for name in model_parameters(self.trainer.model)}
         return [entry for entry in self.memory.kept_layout.entries if entry.name in parameters]
 
     def _again(self, state: dict[str, Tensor], step: int) -> int:
-        """Return the digest of a copied state after the repeated update."""
         assert self._grads is not None
         parts: list[Part] = []
         entries, offset, place = self._weights(), 0, self.trainer.spec.plan.state

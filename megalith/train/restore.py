@@ -1,4 +1,5 @@
-"""Start of a run: from its first step, its newest checkpoint, copies in the nodes' memory, or another run's weights."""
+"""Loads the state with which a run starts: initial weights, its newest checkpoint, copies in the nodes' memory, or another run's
+weights."""
 
 import hashlib
 import json
@@ -53,7 +54,7 @@ class Position:
     step: int = 0
     samples: int = 0
     updates: int = -1
-    """If absent, as in checkpoints of earlier versions, every step made an update."""
+    """Number of updates made. Checkpoints of earlier versions lack this number, which then equals `step`."""
     history: History = field(default=History(), compare=False)
     callbacks: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """States of the user's own callbacks, by name."""
@@ -82,20 +83,20 @@ def meta(position: Position, *, spec: RunSpec, stream: Stream, sites: Progress |
 
 
 def _random_state() -> str:
-    """Return a digest of torch's own generators on this rank. The digest does not restore the generators, because each step seeds them
-    (`train.step.seed_step`)."""
+    """Return a digest of the state of torch's random generators on this rank. A checkpoint does not need the state itself, because each
+    step seeds the generators (`train.step.seed_step`)."""
     states = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]
     return hashlib.sha256(b"".join(state.numpy().tobytes() for state in states)).hexdigest()
 
 
 def read_step(stream: Stream, spec: RunSpec, position: Position, step: int, data_rank: int) -> list[Samples]:
-    """Return the microbatches of a data rank in a step, for a run that was at `position` in that step or earlier."""
+    """Return the microbatches of a data rank in step `step`, of a run that was at `position` before that step."""
     return [stream.batch(part) for part in read_indices(spec, position, step, data_rank)]
 
 
 def read_numbers(spec: RunSpec, position: Position, step: int) -> range:
-    """Return the sample numbers of a step, of all data ranks, for a run that was at `position` in that step or earlier."""
-    assert step >= position.step, f"step {step} is before {position}"
+    """Return the sample numbers of step `step` on all data ranks, for a run that was at `position` before that step."""
+    assert step >= position.step, f"step {step} is earlier than the position {position}"
     phases = Phases.of(spec)
     first = phases.after(position.samples, step - position.step)
     return range(first, first + phases.at(first).global_batch)
@@ -124,10 +125,11 @@ def restore(
     memory: Memory | None = None,
     sites: Sites | None = None,
 ) -> Position:
-    """Load the state from `source` (None: the newest intact checkpoint of the run), or `train.init_from`'s weights, or keep the initial
-    weights. Invalidate copies in memory of later steps. Sites agree on a common checkpoint, at most of the step of `source`.
+    """Load the state from `source` (None: the newest intact checkpoint of the run). Without such a state, load the weights of
+    `train.init_from`, or keep the initial weights. Invalidate copies of later steps in memory. Sites agree on a common checkpoint that is
+    not newer than `source`.
 
-    Raises OtherRunError if the checkpoint is another run's, data errors if the data or tokenizer are not those it was trained on, and
+    Raises OtherRunError if the checkpoint belongs to another run, a data error if the run's data or tokenizer have changed since, and
     Reported if a piece of `source` is damaged (reported as CopyCorrupt) or temporarily unreadable (CopyAway).
     """
     rank_info = memory.rank_info if memory else RankInfo.find()
@@ -152,7 +154,7 @@ def restore(
             report_copy(CopyAway if isinstance(error, AwayError) else CopyCorrupt, Tier.STORE, source.step, None, str(error))
         raise Reported(str(error)) from error
     if position is None:
-        assert source is None or source.tier is None or sites is not None, f"{source}, and no copies in memory"
+        assert source is None or source.tier is None or sites is not None, f"{source} needs copies in memory, but there are none"
         if trainer.spec.train.init_from:
             loaded = load(
                 Path(trainer.spec.train.init_from),
@@ -183,8 +185,8 @@ def restore(
 def _with_sites(
     sites: Sites, trainer: Trainer, checkpointer: Checkpointer, stream: Stream, *, at_most: int | None
 ) -> tuple[Position | None, bool]:
-    """Agree with the other sites on a common checkpoint, and load it; None if they have none. Also return True if this site joins with
-    the others' state instead."""
+    """Agree with the other sites on a common checkpoint, load it, and return its position; None if there is none. The second result is True
+    if this site joins with the others' state instead."""
     beginning = sites.begin(cuts_in(checkpointer.folder, at_most=at_most, total=sites.total) if sites.leads else [])
     if beginning.step is None:
         return None, beginning.anew
@@ -197,13 +199,13 @@ def _with_sites(
 
 
 def history_in(text: str) -> History:
-    """Return the history of spikes in a copy with this `text`."""
+    """Return the history of spikes from a copy's `text`."""
     record = json.loads(text) if text else {}
     return History.load({name: value for name, value in record.items() if name != CALLBACKS}) if record else History()
 
 
 def callbacks_in(text: str) -> dict[str, Any]:
-    """Return the states of callbacks in a copy with this `text`."""
+    """Return the callbacks' states from a copy's `text`."""
     return json.loads(text).get(CALLBACKS, {}) if text else {}
 
 
@@ -216,7 +218,6 @@ def position_in(meta: Mapping[str, Any]) -> Position:
 
 
 def _accept(spec: RunSpec, path: Path, meta: Mapping[str, Any]) -> None:
-    """Raise OtherRunError unless a checkpoint with this `meta` belongs to this run."""
     if problems := check_checkpoint(f"{path.parent.name}/{path.name}", meta, spec):
         raise OtherRunError("\n".join(map(str, problems)))
 
@@ -228,7 +229,7 @@ def _left_behind(loaded: LoadResult, kind: str) -> str:
     if not left:
         return ""
     return (
-        f"train.init_from takes the weights of {loaded.path} alone. Its optimizer's state ({', '.join(left)}) is not carried over: "
+        f"train.init_from takes only the weights of {loaded.path}. Its optimizer's state ({', '.join(left)}) is not carried over: "
         f"{kind} starts with an empty state, at the first update of its schedule."
     )
 
@@ -250,8 +251,6 @@ def _from_store(
 
 
 def _from_branch(trainer: Trainer, stream: Stream, group: dist.ProcessGroup | None, warn: Callable[[str], None]) -> Position:
-    """Load the whole state of the run that this run branches from. Raises OtherRunError for a checkpoint that does not match the run
-    file."""
     branch = trainer.run.branch
     assert branch is not None
 
@@ -267,6 +266,6 @@ def _from_branch(trainer: Trainer, stream: Stream, group: dist.ProcessGroup | No
 
 
 def report_copy(observation: type[CopyCorrupt | CopyAway], tier: Tier, step: int, slot: int | None, error: str) -> NoReturn:
-    """Report that a copy cannot be used, and raise Reported."""
+    """Report that a copy of the state cannot be used, and raise Reported."""
     report(observation(time=time.time(), step=step, tier=tier, copy_step=step, slot=slot, error=error))
     raise Reported(error)

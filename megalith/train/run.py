@@ -1,4 +1,4 @@
-"""A rank of a training run, from its process to its last step. Every launcher calls `main`."""
+"""The main function of a rank of a training run. Every launcher calls `main`."""
 
 import json
 import os
@@ -73,11 +73,11 @@ def main(
     sealed: Mapping[str, str] = MappingProxyType({}),
     shrunk: bool = False,
 ) -> None:
-    """Train the run described by `run_dir/spec.json` from its newest checkpoint, until its last step or a signal. `profile` is "A:B":
-    steps A to B - 1, as the event log numbers them, are traced by torch.profiler into `run_dir/profile/`. Exits with status STOPPED
-    after a signal, once the state is saved. `source`: the state to continue from, as a dictionary of `fleet.tiers.Source`; None: the
-    newest intact checkpoint. `sealed`: files that must not have changed since the command began (`megalith.sealed`). `shrunk`: the run
-    uses the fleet's fallback plan.
+    """Train the run described by `run_dir/spec.json` from its newest checkpoint, until its last step or a signal. `profile` "A:B":
+    torch.profiler traces steps A to B - 1, as the event log numbers them, into `run_dir/profile/`. Exits with status STOPPED after a
+    signal, once the state is saved. `source`: the state from which to continue, a `fleet.tiers.Source` as a dictionary; None: the newest
+    intact checkpoint. `sealed`: files that must not have changed since the command began (`megalith.sealed`). `shrunk`: the run uses the
+    fleet's fallback plan.
     """
     folder = Path(run_dir)
     stop = _Stop()
@@ -146,8 +146,8 @@ def main(
 
 
 def _unreachable(error: Exception, used: Sequence[Path]) -> Unreachable | None:
-    """If an error means that a path of this run is unreachable, report that and return the exception that ends the rank; else None. The
-    command found all paths before it started the first ranks."""
+    """If an error means that a path in `used` is temporarily unreachable, report this and return the exception that ends the rank; else
+    None. All paths in `used` existed when the command started the first ranks."""
     path = error.path if isinstance(error, AwayDataError) else None
     if disk.is_away(error) and isinstance(error, OSError) and isinstance(error.filename, str):
         named = Path(error.filename).absolute()
@@ -159,10 +159,9 @@ def _unreachable(error: Exception, used: Sequence[Path]) -> Unreachable | None:
 
 
 def _last_words(error: Exception, folder: Path, log: EventLog | None, *, rank: int, epoch: int = 0) -> None:
-    """Log why this rank ends. A rank that only lost its peer cannot know whether a restart would help, so the peer's own report
-    takes precedence; if a supervisor receives it, the lost connection is not logged at all. Without a supervisor (ranks of
-    another launcher)
-    every rank with an error of its own logs it."""
+    """Log why this rank ends. A rank that only lost a peer cannot know whether a restart would help, so the peer's own report takes
+    precedence; if a supervisor receives that report, the lost connection is not logged. Without a supervisor, as under another launcher,
+    every rank with an error of its own logs the error."""
     hopeless, heard = causes.status(error) == ExitCode.FAILED, REPORTS in os.environ
     if log is None and (not hopeless or heard):
         return
@@ -189,7 +188,7 @@ def _watch_link() -> None:
         return
 
     def tell() -> None:
-        text = f"the interface {name} is down"
+        text = f"the network interface {name} is down"
         known = {"slot": rank_info.slot, "node": rank_info.node, "rank": rank_info.rank}
         report(RankFailed(time=time.time(), **known, signature="interface down", text=text, hardware=True))
 
@@ -197,15 +196,13 @@ def _watch_link() -> None:
 
 
 def _epoch(world: dist.ProcessGroup) -> int:
-    """Return, on every rank, the epoch of the run folder's owner; only the first rank was given this number."""
+    """Return the epoch of the run folder's owner on every rank. The launcher passed the epoch only to the first rank."""
     epoch = torch.tensor(int(os.environ.get(epochs.VARIABLE, "0")))
     dist.broadcast(epoch, group=world, group_src=0)
     return int(epoch)
 
 
 def _warner(log: EventLog | None) -> Callable[[str], None]:
-    """Return a function that writes a warning to the rank's output, and to the event log if this rank has one."""
-
     def warn(message: str) -> None:
         if log:
             log.write(Problem("warning", message))
@@ -215,9 +212,9 @@ def _warner(log: EventLog | None) -> Callable[[str], None]:
 
 
 class _Stop:
-    """A flag set by SIGTERM, SIGUSR1 and SIGHUP (unless SIGHUP is ignored) at any time, and read at the end of a step, where all ranks
-    agree. The signal is reported at once, because a scheduler may be about to take this node away: a supervisor knows whether it sent
-    the signal itself."""
+    """A flag that SIGTERM, SIGUSR1 and SIGHUP (unless SIGHUP is ignored) set at any time. Ranks read the flag at the end of a step, and
+    agree whether to stop. The signal is reported at once, because a scheduler may be about to take the node away; the supervisor knows
+    whether it sent the signal itself."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -235,7 +232,7 @@ class _Stop:
 
 
 def source_of(record: dict[str, Any] | None) -> Source | None:
-    """Decode the source of the state from a launcher. Raises pydantic's ValidationError for any other text."""
+    """Decode the source of the state that a launcher passes. Raises pydantic's ValidationError if `record` describes no source."""
     return None if record is None else TypeAdapter(Source).validate_python(record)
 
 
@@ -253,15 +250,15 @@ def prepare(
     parts: Mapping[str, str] = MappingProxyType({}),
     stop: object = False,
 ) -> Loop:
-    """Prepare the first step, on all ranks of `world` together. `parts`: digests of the user's own parts. `stop`: true once this rank
-    is asked to stop. Raises StopAsked if this rank is asked to stop while it waits for other sites."""
+    """Prepare the first step, on all ranks of `world` together. `parts`: the digests of the user's own parts. `stop` becomes true when this
+    rank is asked to stop. Raises StopAsked if the rank is asked to stop while it waits for other sites."""
 
     warn = _warner(log)
     with refusing(seals.AlteredError), seals.unchanged(sealed):
         stream = open_stream(spec, "train")
         held_out = open_stream(spec, "validation") if spec.validation.every else None
     if stream.unchecked:
-        warn(f"{spec.data.path} has no checksums, so changed bytes are not detected: `megalith data verify` writes them")
+        warn(f"{spec.data.path} has no checksums, so changed bytes are not detected. `megalith data verify` writes the checksums")
     if log:
         copy_tokenizer(Path(spec.data.path), folder, warn=warn)
     groups = mesh_groups(spec, device, world)
@@ -327,7 +324,6 @@ def holding_of(trainer: Trainer) -> Holding:
 
 
 def _introduce(trainer: Trainer, yardstick: Yardstick, *, resumed: int, log: EventLog | None, parts: Mapping[str, str]) -> None:
-    """Log the run's start: its description, plan and machine."""
     spec, groups, mine = trainer.run, trainer.groups, holding_of(trainer)
     everyone: list[Any] | None = [None] * groups.world.size() if groups.rank == 0 else None
     dist.gather_object(mine, everyone, group=groups.world, group_dst=0)
@@ -356,29 +352,29 @@ def _introduce(trainer: Trainer, yardstick: Yardstick, *, resumed: int, log: Eve
 
 
 def choose_device(wanted: str, local_rank: int, local_world: int) -> torch.device:
-    """Choose the device: `auto` means one GPU for each rank if this machine has GPUs, else the CPU. Raises RuntimeError if a
-    machine with GPUs has fewer GPUs than ranks, or if GPUs are requested and missing: a run never uses the CPU because some GPUs
-    are missing.
+    """Choose this rank's device: `auto` means one GPU for each rank if this machine has GPUs, else the CPU. Raises RuntimeError if this
+    machine has GPUs but fewer than ranks, or if GPUs are requested and missing. A run never falls back to the CPU because GPUs are missing.
     """
     gpus = torch.cuda.device_count() if wanted in ("auto", "cuda") and torch.cuda.is_available() else 0
     there = 0 if gpus or wanted != "auto" else find_gpus()[0]
     if there:
         raise RuntimeError(
             f'train.device = "auto": this machine has {there} GPUs, and PyTorch {torch.__version__} can use none of them. '
-            "Repair the driver, install a PyTorch that supports it, or use cpu."
+            'Repair the driver, install a PyTorch that supports it, or set train.device = "cpu".'
         )
     if local_world <= gpus:
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)
     if wanted == "cuda" or gpus:
         raise RuntimeError(
-            f"train.device = {wanted}: {local_world} ranks on this machine and {gpus} GPUs. Use one rank per GPU, or cpu."
+            f"train.device = {wanted}: this machine has {local_world} ranks and {gpus} GPUs. Use one rank per GPU, or set "
+            'train.device = "cpu".'
         )
     return torch.device("cpu")
 
 
 def join(place: Place, *, launch: LaunchSpec, device: torch.device) -> dist.ProcessGroup:
-    """Join the other ranks. Returns the group of all, which uses gloo for CPU tensors and NCCL for GPU tensors. The store's keys
+    """Join the other ranks. Return the group of all ranks, which uses gloo for CPU tensors and NCCL for GPU tensors. The keys in the store
     contain the generation, because after a restart under torchrun the store still holds the addresses of the dead ranks.
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -396,7 +392,6 @@ def join(place: Place, *, launch: LaunchSpec, device: torch.device) -> dist.Proc
 
 
 def _generation(place: Place, store: dist.Store, *, seconds: float) -> str:
-    """Return a common name for this start of the ranks, because their launcher gives none."""
     meeting = dist.PrefixStore("meeting", store)
     return rendezvous.agree(meeting, secrets.token_hex(8), rank=place.rank, world=place.world, seconds=seconds)
 
@@ -408,5 +403,7 @@ def _store(place: Place, timeout: timedelta) -> dist.Store:
     if kind == "tcp":
         return tcp_store(place.store, serves=place.serves, timeout=timeout)
     if (secret := key.given()) is None:
-        raise NoKey(f"the ranks meet at {place.store}, but this rank was given no key: {key.VARIABLE} is not set")
+        raise NoKey(
+            f"the ranks' store at {place.store} requires the run's key, but this rank has none: {key.VARIABLE} is not set"
+        )
     return RunStore(StoreClient(place.store, secret, seconds=timeout.total_seconds()))

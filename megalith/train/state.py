@@ -1,4 +1,4 @@
-"""The tensors that this rank keeps for its parameters between steps, by slot (`spec.state` has the table) and by parameter."""
+"""The tensors that a rank keeps for its parameters between steps, by slot and parameter. `spec.state` has the table of slots."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -19,14 +19,14 @@ from megalith.train.stability.history import History
 from megalith.train.stability.loss_scale import Scale
 
 SCALE = "loss_scale"
-"""Key of the loss scale and its counters: an fp32 [4] tensor with the fields of `Scale`, the same on every rank."""
+"""The key of the loss scale and its counters: a tensor, fp32 [4], with the fields of `Scale`, the same on every rank."""
 USUAL = "usual_norms"
-"""Key of the usual gradient norms of all parameters of the model: an fp32 tensor, the same on every rank
+"""The key of the usual gradient norms of all parameters of the model: an fp32 tensor, the same on every rank
 (`stability.adaptive_clip`)."""
 
 
 class State:
-    """This rank's shares of the state, in the memory that training updates. A key is `SLOT.PARAMETER`, as in checkpoints and copies."""
+    """This rank's shares of the training state. Keys have the form `SLOT.PARAMETER`, as in checkpoints and copies."""
 
     def __init__(
         self,
@@ -39,21 +39,21 @@ class State:
         halved: Mapping[str, Weight] | None = None,
         gradient: Slot = GRADIENT,
     ) -> None:
-        """`buffers`: tensors other than parameters that training changes, such as routers' biases. `slots`: the tensors, initially
-        zeros, that the optimizer keeps for each parameter. `scale`: the first loss scale; None: the run has none. `home`: holds the
-        offloaded state. `usual`: usual norms of gradients, if the run has them. `halved`: weights whose master weights are in two
-        halves. `gradient`: the slot for summed gradients."""
+        """`buffers`: tensors other than parameters that training changes, such as routers' biases. `slots`: the slots of each parameter for
+        tensors that the optimizer keeps, initially zeros. `scale`: the initial loss scale; None: the run has none. `home` holds the
+        offloaded state. `usual`: the usual gradient norms for adaptive clipping. `halved`: the weights whose master weights are stored in
+        two halves. `gradient`: the slot for summed gradients."""
         self.parameters, self.buffers, self.slots, self.home = parameters, buffers, slots, home
         self.updates = 0
         """Number of updates made, which determines bias correction and the learning rate."""
         self.skipped = 0
         """Number of skipped updates. `updates` + `skipped` is the number of steps tried."""
         self.history = History()
-        """Watched numbers of the last updates, and the record of spikes: a part of the run's position."""
+        """The watched numbers of the last updates, and the record of spikes. The history is a part of the run's position."""
         self.usual: dict[str, Tensor] = {} if usual is None else {USUAL: usual}
-        """The usual norms of gradients, as checkpoints, copies and digests hold them; empty if the run has none."""
+        """The usual norms of gradients, under their key in checkpoints, copies and digests; empty without adaptive clipping."""
         self.scaling: dict[str, Tensor] = {}
-        """The loss scale as checkpoints, copies and digests hold it; empty if the run has none."""
+        """The loss scale, under its key in checkpoints, copies and digests; empty if the run has none."""
         self._scale = scale
         self._shares = {name: local(parameter).detach() for name, parameter in parameters.items()}
         self._halved, self._gradient = halved or {}, gradient
@@ -72,7 +72,6 @@ class State:
             self.scaling[SCALE] = torch.tensor(scale, dtype=torch.float32, device=device)
 
     def _first(self, slot: Slot, name: str) -> Tensor:
-        """Return the initial content of a slot on the device."""
         if slot == MASTER:
             return self._shares[name]
         if name in self._halved and slot in LOWER.values():
@@ -91,13 +90,13 @@ class State:
         self._scale = scale
 
     def read_scale(self) -> None:
-        """Read the loss scale from its tensor, which was loaded."""
+        """After the loss scale's tensor was loaded, take over its value."""
         if self.scaling:
             self._scale = Scale(*map(int, self.scaling[SCALE].tolist()))
 
     @property
     def unusable(self) -> int:
-        """Skipped updates that count against `stability.skips`: all except those skipped because of a spike or a loss-scale
+        """The number of skipped updates that count against `stability.skips`: all except those skipped because of a spike or a loss-scale
         overflow."""
         return self.skipped - self.history.left_out - (self._scale.overflows if self._scale is not None else 0)
 
@@ -117,12 +116,11 @@ class State:
         return Part(name, share, gradient, {key: held for key, held in kept.items() if isinstance(held, Tensor)})
 
     def _upper(self, name: str, share: Tensor) -> Tensor:
-        """Return the share of the weights that an update changes: the upper half, if master weights are in two halves."""
         moved = self._halved[name].moved if name in self._halved else None
         return share if moved is None else moved
 
     def settle(self) -> None:
-        """Make an update valid that is complete on this rank."""
+        """Make an update that is complete on this rank valid."""
         if self.home is not None:
             self.home.settle()
 
@@ -137,7 +135,7 @@ class State:
             self.home.undo()
 
     def forget_moments(self) -> None:
-        """Fill the optimizer's slots with zeros, on the device and elsewhere."""
+        """Fill the optimizer's slots with zeros, on the device and off it."""
         for _, _, share, _ in self._walk(("optimizer",)):
             if isinstance(share, Tensor):
                 share.zero_()
@@ -145,18 +143,18 @@ class State:
                 share.fill((0,) * len(share.shape), torch.zeros(share.shape, dtype=share.dtype))
 
     def loaded(self) -> None:
-        """Use the loaded master weights and loss scale from now on."""
+        """Take over master weights and a loss scale that were loaded."""
         self.read_scale()
         if self.home is not None:
             self.home.publish()
 
     def updated(self) -> list[Tensor]:
-        """Return the shares in memory that an update writes."""
+        """Return the shares in memory to which an update writes."""
         held = [share for kept in self._held.values() for share in kept.values() if isinstance(share, Tensor)]
         return [*held, *_moved(self._halved.values())]
 
     def changed(self) -> list[Tensor]:
-        """Return all tensors in memory that an update changes: shares, and compute weights whose master weights are offloaded."""
+        """Return all tensors in memory that an update changes: shares, and compute weights whose master weights are off the device."""
         away = self.home.lots.items() if self.home is not None else ()
         return [*self.updated(), *_moved(lot.weight for name, lot in away if name not in self._halved)]
 
@@ -165,8 +163,8 @@ class State:
             parameter.grad = None
 
     def shares(self, *categories: Category) -> dict[str, Tensor]:
-        """Return the shares in memory as plain tensors; buffers count as weights. `categories`: return only these, without tensors
-        common to all ranks."""
+        """Return the shares in memory as plain tensors; buffers count as weights. `categories`: return only shares of these categories,
+        without tensors common to all ranks."""
         found = {f"{slot.name}.{name}": share for slot, name, share, _ in self._walk(categories) if isinstance(share, Tensor)}
         if not categories or UPPER.category in categories:
             found |= {
@@ -175,7 +173,7 @@ class State:
         return found | self._common(categories)
 
     def tensors(self, *categories: Category) -> dict[str, Tensor]:
-        """Return all shares as sharded tensors of the whole shape. All must be on the device; otherwise use `laid`."""
+        """Return all shares as sharded tensors of the whole shape. All state must be on the device; otherwise use `laid`."""
         found = {key: tensor for key, tensor in self.laid(*categories).items() if isinstance(tensor, Tensor)}
         assert self.home is None, "offloaded state has no sharded tensors"
         return found
@@ -190,7 +188,7 @@ class State:
         return found | self._common(categories)
 
     def put(self, slot: Slot, name: str, values: Tensor) -> None:
-        """Fill this rank's share of a slot, even if it is offloaded."""
+        """Write `values` to this rank's share of a slot, even if it is off the device."""
         share = self._held[slot][name]
         if isinstance(share, Tensor):
             share.copy_(values)
@@ -199,12 +197,12 @@ class State:
 
     @property
     def masters(self) -> list[str]:
-        """The parameters and buffers that this rank holds a share of."""
+        """The parameters and buffers of which this rank holds a share."""
         return [*self._shares, *self.buffers]
 
     def master(self, name: str) -> Tensor:
-        """Return this rank's share of the master weights of a parameter, or of a buffer, on the device: the one that training changes, or a
-        copy if it is elsewhere."""
+        """Return this rank's share of the master weights of a parameter, or of a buffer, on the device: the tensor that training changes,
+        or a copy if that tensor is off the device."""
         if name in self.buffers:
             return self.buffers[name]
         share = self._held[MASTER][name]
@@ -213,7 +211,7 @@ class State:
         return share.to(self._shares[name].device)
 
     def put_master(self, name: str, values: Tensor) -> None:
-        """Fill what `master` returns, wherever it is, and compute with it from now on."""
+        """Write `values` to the share that `master` returns, even if it is off the device, and make the compute weights from them."""
         if name in self.buffers:
             self.buffers[name].copy_(values)
             return
@@ -228,12 +226,11 @@ class State:
         return OffDeviceShare.of(f"{slot.name}.{name}", cut, share)
 
     def _common(self, categories: Sequence[Category]) -> dict[str, Tensor]:
-        """The tensors that are the same on all ranks."""
         return {} if categories else self.scaling | self.usual
 
     @property
     def on_host(self) -> list[Tensor]:
-        """The shares that live in the host's memory."""
+        """The shares that are in the host's memory."""
         return [*self.home.held.values()] if isinstance(self.home, Host) else []
 
     @property
@@ -248,12 +245,12 @@ class State:
 
     @property
     def sum(self) -> int:
-        """The sum of the words of all shares on disk, in the form that digests use; 0 if all shares are in memory."""
+        """The sum of all words of the shares on disk, from which digests are computed; 0 if all shares are in memory."""
         return 0 if self.home is None else self.home.sum
 
     def bytes(self) -> dict[str, int]:
-        """Return the bytes of the shares on the device by category, and of other shares by tier. All gradients count, even if they are
-        not present now; buffers do not count."""
+        """Return the bytes of the shares on the device by category, and of other shares by tier. All gradients count, even if they do not
+        exist now; buffers do not count."""
         away = self.home.held if self.home is not None else {}
         found: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         found[GRADIENT.category] = int(sum(share.numel() for share in self._shares.values()) * bytes_each([self._gradient]))
@@ -266,7 +263,8 @@ class State:
         return found | (self.home.bytes if self.home is not None else {})
 
     def _walk(self, categories: Sequence[Category]) -> Iterator[tuple[Slot, str, Tensor | StreamedShare, Tensor]]:
-        """Yield slot, parameter, this rank's share, and the tensor with the same cut. Buffers come after the weights."""
+        """Yield, for each share of this rank: the slot, the parameter's name, the share, and the parameter's tensor, which is sharded in
+        the same way. Buffers come after the weights."""
         for slot, kept in self._held.items():
             if categories and slot.category not in categories:
                 continue
@@ -285,14 +283,13 @@ def _bytes(share: Tensor | StreamedShare) -> int:
 
 
 def _zeros(slot: Slot, share: Tensor) -> Tensor:
-    """Return a slot's share before the first update: zeros, in the layout of the parameter's share."""
     if slot.dropped(share.dim()) is None and not slot.block:
         return torch.zeros_like(share, dtype=DTYPE[slot.number])
     return share.new_zeros(slot.shape_of(share.shape), dtype=DTYPE[slot.number])
 
 
 def like(slot: Slot, share: Tensor, parameter: Tensor) -> Tensor:
-    """Return `share` as a tensor of the slot's whole shape for `parameter`, sharded like that parameter."""
+    """Return this rank's `share` of a slot as a sharded tensor of the slot's whole shape, sharded like `parameter`."""
     if not isinstance(parameter, DTensor):
         return share
     dropped = slot.dropped(parameter.dim())
@@ -306,7 +303,6 @@ def like(slot: Slot, share: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _without(dropped: int, placement: Placement) -> Placement:
-    """Return the placement of a tensor that lacks one dimension of another tensor with this `placement`."""
     if not isinstance(placement, Shard | _StridedShard):
         return placement
     if placement.dim == dropped:

@@ -1,4 +1,4 @@
-"""One optimizer step: batch, program, gradients, norm, update."""
+"""One optimizer step: runs the pipeline program on a batch, computes the gradients' norm, and updates the weights."""
 
 import os
 import time
@@ -28,7 +28,7 @@ from megalith.train.tally import Balance, Outcome, StepGradients, StepResult, St
 
 
 def seed_step(trainer: Trainer, step: int) -> None:
-    """Seed the generators, so that random numbers in step `step` depend only on it and the run's seed."""
+    """Seed torch's random generators, so that random numbers in step `step` depend only on the step and the run's seed."""
     seed = seed_of(trainer.spec.train.seed, f"step {step}")
     if trainer.device.type == "cpu":
         torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a traceback for each kind of device there could be
@@ -63,12 +63,12 @@ def train_step(
     healer: Healer | None = None,
     before: FirstComputation | None = None,
 ) -> StepResult:
-    """Train on this rank's microbatches of step `step` (0 is the first). All ranks call it together.
+    """Train on this rank's microbatches of step `step` (0 is the first). All ranks call this together.
 
-    `stop`: this rank was asked to stop; every rank learns of it. `before`: the first computation of a step that is computed again. With
-    a `referee`, a step with non-finite numbers is computed twice; with a `healer`, so is the first step of a spike. If `stability` ends
-    the run, raises gradients.NotFinite (with step and parameters) for a NaN or infinite loss or gradient, and SpikeError for a spike,
-    before any weight has changed.
+    `stop`: this rank was asked to stop; the result shows this on every rank. `before`: the first computation of a step that is computed
+    again. With a `referee`, a step with non-finite numbers is computed twice; with a `healer`, the first step of a spike is too. If
+    `stability` ends the run, raises gradients.NotFinite (which names the step and the parameters) for a NaN or infinite loss or gradient,
+    and SpikeError for a spike, before any weight has changed.
     """
     findings = _put_back(before, step, referee=referee, healer=healer)
     began = time.perf_counter()
@@ -99,7 +99,6 @@ def train_step(
 
 
 def _put_back(before: FirstComputation | None, step: int, *, referee: Referee | None, healer: Healer | None) -> Findings:
-    """Prepare to recompute a step."""
     if before is not None and before.reason == "spike" and healer is not None:
         return healer.examine(before, step)
     if before is not None and referee is not None:
@@ -113,7 +112,7 @@ def same_numbers(one: StepTotals, other: StepTotals) -> bool:
 
 
 class Stepper:
-    """Trains step by step, and reports each at once."""
+    """Trains step by step, and returns the result of each step at once."""
 
     def __init__(
         self,
@@ -137,8 +136,8 @@ class Stepper:
 
 
 def accumulate(trainer: Trainer, microbatches: Sequence[Samples], *, check: Check | None = None) -> StepGradients:
-    """Run forwards and backwards, add up the gradients, and divide them by the loss scale. `check`: verifies the weights before the
-    first backward, see Executor.run."""
+    """Run forwards and backwards, add up the gradients, and divide them by the loss scale. `check` verifies the weights before the first
+    backward (see Executor.run)."""
     clock = trainer.executor.clock
     start = clock.mark()
     step = trainer.state.updates + trainer.state.skipped
@@ -159,7 +158,8 @@ def accumulate(trainer: Trainer, microbatches: Sequence[Samples], *, check: Chec
 def first_pass(
     trainer: Trainer, microbatches: Sequence[Samples], *, step: int, step_hooks: Sequence[StepHook] = ()
 ) -> StepGradients:
-    """Compute the step's gradients: keep them on the parameters, or release each once it is reduced."""
+    """Compute the step's gradients, and keep them on the parameters; with `Trainer.release`, update each part once its gradients are
+    reduced, and free them."""
     if trainer.release is None:
         return accumulate(trainer, microbatches)
     return releasing(trainer, microbatches, None if trainer.release.pace.pauses else 1.0, step=step, step_hooks=step_hooks)
@@ -168,11 +168,11 @@ def first_pass(
 def releasing(
     trainer: Trainer, microbatches: Sequence[Samples], factor: float | None, *, step: int, step_hooks: Sequence[StepHook]
 ) -> StepGradients:
-    """Run forwards and backwards. After a part's gradients are reduced, multiply them by `factor`, update the part, and free them;
-    `factor` None: only measure gradients. The update does not count yet."""
+    """Run forwards and backwards. After a part's gradients are reduced, multiply them by `factor`, update the part, and free the gradients;
+    `factor` None: measure gradients without an update. `released_update` later counts or undoes the update."""
     release = trainer.release
     assert release is not None and len(microbatches) == 1, (
-        "with several microbatches, gradients are complete only after the last one"
+        "with several microbatches, gradients are complete only after the last microbatch"
     )
     if factor is not None:
         notify(step_hooks, "before_update", trainer, step)
@@ -183,8 +183,8 @@ def releasing(
 
 
 def to_batches(trainer: Trainer, microbatches: Sequence[Samples], *, valid: int, wide: bool = False) -> list[Batch]:
-    """Return a step's microbatches on the device. `valid`: the number of valid targets in the whole global batch. `wide`: all products
-    use high precision."""
+    """Return a step's microbatches on the device. `valid`: the number of valid targets in the whole global batch. `wide`: all matrix
+    products use high precision."""
     spec = trainer.spec
     return [
         to_batch(
@@ -217,8 +217,8 @@ def conclude(trainer: Trainer, accumulated: StepGradients, *, step: int, stop: b
 
 
 class AllGatherTotals:
-    """A step's totals, which are being collected by one gather over all ranks. Sums are in rank order, so every rank gets the same bits
-    in every run."""
+    """Collects a step's totals with one all-gather over all ranks. Terms are summed in rank order, so every rank gets the same bits in
+    every run."""
 
     def __init__(self, trainer: Trainer, executed: RowResult, *, stop: bool) -> None:
         names = gradients.counted(trainer.parameters, trainer.shared, trainer.groups)
@@ -259,8 +259,6 @@ class AllGatherTotals:
 
 
 def _measured(trainer: Trainer, names: Sequence[str]) -> list[gradients.Norms]:
-    """Return the norms of some parameters' gradients: those recorded at the release if gradients were released, else computed from the
-    gradients."""
     grads = {name: grad for name in names if (grad := trainer.parameters[name].grad) is not None}
     found = dict(zip(grads, gradients.norms_of(grads.values()), strict=True))
     found |= trainer.release.norms if trainer.release is not None else {}
@@ -268,7 +266,7 @@ def _measured(trainer: Trainer, names: Sequence[str]) -> list[gradients.Norms]:
 
 
 def gathered(trainer: Trainer, accumulated: StepGradients, *, stop: bool) -> GradientsWithTotals:
-    """Wait for the totals over all ranks, which may not be finite."""
+    """Wait for the totals over all ranks, which need not be finite."""
     start = trainer.executor.clock.mark()
     totals = AllGatherTotals(trainer, accumulated.executed, stop=stop).wait()
     waited = ("communication", start, trainer.executor.clock.mark())
@@ -288,8 +286,8 @@ def vitals_of(
     updates: int | None = None,
     lr: float | None = None,
 ) -> Vitals:
-    """Return the vitals of a step with update number `updates` and learning rate `lr` (None: the next update's), computed with this
-    loss scale."""
+    """Return the vitals of a step that was computed with loss scale `scale`. `updates`: the number of the step's update; `lr`: its learning
+    rate; None: those of the next update."""
     state = trainer.state
     return Vitals(
         totals.loss,
@@ -307,7 +305,7 @@ def vitals_of(
 
 
 def decision_of(trainer: Trainer, vitals: Vitals) -> Decision:
-    """Decide about the update; the same on every rank."""
+    """Decide about the update. All ranks make the same decision."""
     spec, history = trainer.spec, trainer.state.history
     return decide(vitals, optimizer=spec.optimizer, stability=spec.stability, history=history, loss_scale=spec.loss_scale)
 
@@ -349,8 +347,9 @@ def carry_out(
     late: bool = False,
     microbatches: Sequence[Samples] = (),
 ) -> Outcome:
-    """Carry out the decision for a step with its gradients, then drop the gradients. `late`: see Healer.rewind. `microbatches`: those
-    of the step, if its gradients are released. Raises gradients.NotFinite, the referee's exception, or SpikeError if the run must stop.
+    """Carry out the decision about a step, then drop its gradients. `late`: see Healer.rewind. `microbatches`: the step's microbatches,
+    needed if its gradients are freed inside the backward. Raises gradients.NotFinite, the referee's exception, or SpikeError if the run
+    must stop.
     """
     step, target = vitals.step, None
     if isinstance(decision, Rewind):
@@ -400,7 +399,7 @@ def carry_out(
 
 
 def update(trainer: Trainer, computed: GradientsWithTotals, *, step: int, step_hooks: Sequence[StepHook] = ()) -> None:
-    """Clip the gradients, update the weights, drop the gradients."""
+    """Clip the gradients, update the weights, and drop the gradients."""
     vitals = vitals_of(trainer, computed.totals, computed.accumulated.scale, step=step)
     carry_out(trainer, decision_of(trainer, vitals), vitals, totals=computed.totals, step_hooks=step_hooks)
 
@@ -408,8 +407,8 @@ def update(trainer: Trainer, computed: GradientsWithTotals, *, step: int, step_h
 def clipped_update(
     trainer: Trainer, factor: float, *, step: int, step_hooks: Sequence[StepHook] = (), clipped: bool = False
 ) -> None:
-    """Multiply the gradients by `factor`, update the weights, drop the gradients. `clipped`: the gradients have already gone through
-    `Trainer.clip` with a factor of 1."""
+    """Multiply the gradients by `factor`, update the weights, and drop the gradients. `clipped`: `Trainer.clip` was already called with a
+    factor of 1."""
     if factor != 1.0 or not clipped:
         trainer.clip(factor, number=trainer.state.updates)
     notify(step_hooks, "before_update", trainer, step)
@@ -420,8 +419,9 @@ def clipped_update(
 def released_update(
     trainer: Trainer, microbatches: Sequence[Samples], factor: float, *, step: int, step_hooks: Sequence[StepHook]
 ) -> tuple[int, list[Event]]:
-    """Count the update that was made inside the backward, if it used this factor and learning rate. Else drop that update, and
-    recompute the step with the right ones. Return the number of passes, and the events for the log."""
+    """Count the update that was made inside the backward, if it used the right factor and learning rate. If the factor or rate was
+    wrong, discard the update, and recompute the step with the right ones. Return the number of passes over the step, and the events for
+    the log."""
     release = trainer.release
     assert release is not None
     again = release.asked != trainer.asked(factor)

@@ -1,4 +1,5 @@
-"""Interfaces of the objects that a step calls: its hooks, the referee of numbers that are not finite, the healer of spikes."""
+"""Interfaces of the objects that a step calls: its hooks; the referee, which handles numbers that are not finite; and the healer, which
+handles spikes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,14 +18,15 @@ HookPoint = Literal["before_step", "after_reduction", "before_update", "after_up
 
 
 class StepHook(Protocol):
-    """Callbacks at fixed points of a training step. An exception aborts the step. A subclass overrides only the points that it needs.
-    If a step's update is repeated, because its norm was known late, the step's last three points are called twice."""
+    """Callbacks at fixed points of a training step. An exception aborts the step. A subclass overrides only the points that it needs. If a
+    step's update is undone and made again, because the gradient norm was known late (post-validation), the step's last three points are
+    called twice."""
 
     def before_step(self, trainer: Trainer, step: int) -> None:
         """Called before the step's data is read."""
 
     def after_reduction(self, trainer: Trainer, step: int, nll: torch.Tensor) -> None:
-        """Called when this rank's gradients are complete and not yet clipped. `nll`: this rank's part of the step's loss."""
+        """Called when this rank's gradients are complete, before they are clipped. `nll`: this rank's part of the step's loss."""
 
     def before_update(self, trainer: Trainer, step: int) -> None:
         """Called before the optimizer uses the gradients."""
@@ -33,28 +35,28 @@ class StepHook(Protocol):
         """Called right after the update."""
 
     def update_skipped(self, trainer: Trainer, step: int) -> None:
-        """Called when the step's update was skipped or undone: the state is the same as before the step."""
+        """Called when the step's update was skipped or undone, so that the state is the same as before the step."""
 
     def after_step(self, trainer: Trainer, step: int) -> None:
         """Called when the state will not change until the next update."""
 
 
 def notify(step_hooks: Sequence[StepHook], point: HookPoint, trainer: Trainer, step: int, *more: torch.Tensor) -> None:
-    """Call all hooks of a point, in order. `more`: further arguments of the point."""
+    """Call the method `point` of all hooks, in order. `more`: further arguments of the method."""
     for hook in step_hooks:
         getattr(hook, point)(trainer, step, *more)
 
 
 @dataclass(frozen=True)
 class FirstComputation:
-    """The reason for recomputing a step, and the numbers that all ranks had the first time."""
+    """The reason for recomputing a step, and the totals of its first computation."""
 
     reason: Reason
     totals: StepTotals
 
     @property
     def words(self) -> str:
-        return f"loss {self.totals.loss:.6g} and norm {self.totals.norm:.6g} at first"
+        return f"the first computation gave loss {self.totals.loss:.6g} and norm {self.totals.norm:.6g}"
 
 
 class Healer(Protocol):
@@ -77,8 +79,8 @@ class Healer(Protocol):
         ...
 
     def rewind(self, target: Any, step: int, findings: Findings, *, late: bool) -> tuple[list[Event], Findings]:
-        """Restore the copy `target`, in step `step`; return the events to log. `late`: a step's microbatches are in progress, so
-        nothing else can be computed."""
+        """In step `step`, restore the copy `target`; return the events to log, and the findings. `late`: microbatches of a step are in
+        progress, so nothing can be recomputed."""
         ...
 
 
@@ -90,5 +92,5 @@ class Referee(Protocol):
         ...
 
     def blame(self, error: gradients.NotFinite, step: int) -> None:
-        """Report the rank whose numbers were not finite in both computations. Raises Reported if there is a supervisor."""
+        """Report the rank whose numbers were not finite in both computations of a step. Raises Reported if there is a supervisor."""
         ...

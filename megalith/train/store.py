@@ -1,5 +1,5 @@
-"""The stores for the ranks' rendezvous: the authenticated one of a run with agents, with torch's interface, and torch's TCPStore
-at one address."""
+"""The stores for the ranks' rendezvous: for a run with agents, an authenticated store with torch's interface; otherwise torch's own
+TCPStore."""
 
 import os
 import signal
@@ -16,8 +16,8 @@ from megalith.machine import parent_watch
 
 
 def serve(server: socket.socket, key: Key) -> int:
-    """Serve an authenticated store behind a listening socket, which is closed here, in a new process that ends with this one; return
-    its id. Must be called with only one thread, because a fork copies locks that other threads hold.
+    """Fork a process that serves an authenticated store on a listening socket and ends with this process; return its process id. The socket
+    is closed in this process, which must have only one thread, because a fork copies locks that other threads hold.
     """
     parent = os.getpid()
     process = os.fork()
@@ -38,8 +38,9 @@ def _be_the_server(server: socket.socket, key: Key, parent: int) -> None:
 
 
 def tcp_store(address: str, *, serves: bool, timeout: timedelta) -> dist.TCPStore:
-    """Return torch's own store at "tcp://HOST:PORT", for ranks that no agent started. It checks no key. It listens only at that address
-    (or at MEGALITH_LISTEN); torch would listen at all addresses of the machine. Raises OSError if it cannot.
+    """Return torch's own store at "tcp://HOST:PORT", for ranks that no agent started. This store checks no key. The store listens only at
+    the given address (or at MEGALITH_LISTEN), whereas torch would listen at all addresses of the machine. Raises OSError if the address
+    cannot be used.
     """
     host, _, port = address.partition("://")[2].rpartition(":")
     if not serves:
@@ -57,7 +58,8 @@ def tcp_store(address: str, *, serves: bool, timeout: timedelta) -> dist.TCPStor
 
 
 _ALIVE: list["RunStore"] = []
-"""Stores in use by process groups, kept alive: C++ keeps its half of a store, and would call methods of a deleted Python half."""
+"""Keeps the stores of process groups alive. torch's C++ code keeps only its own half of a store, and would otherwise call methods of a
+deleted Python object."""
 
 
 class RunStore(dist.Store):
@@ -70,7 +72,7 @@ class RunStore(dist.Store):
         self.set_timeout(timedelta(seconds=client.seconds))
 
     def clone(self) -> "RunStore":
-        """Return a store with the same connection, which threads use in turn."""
+        """Return this store itself, whose connection threads use in turn."""
         return self
 
     def set(self, key: str, value: str | bytes) -> None:

@@ -1,4 +1,4 @@
-"""Summary of a step for the log: its totals over all ranks, its seconds by use, and the balance of the experts' loads."""
+"""Summarises a step for the log: its totals over all ranks, its seconds by use, and the balance of the experts' loads."""
 
 import math
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from megalith.train.stability.loss_scale import Overflow, Scale
 Mark = tuple[str, Any, Any]  # what, from when, to when
 
 WORST = {"max_load": 1.0, "entropy": -1.0, "dropped": 1.0}
-"""Measures of the balance of experts: 1 if a larger value is worse, -1 if a smaller one is."""
+"""The measures of the experts' balance. 1: a larger value is worse; -1: a smaller value is worse."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class StepTotals:
 
 @dataclass(frozen=True)
 class StepGradients:
-    """A step up to its gradients, which are complete but not yet clipped on the parameters."""
+    """A step whose gradients are complete but not yet clipped."""
 
     executed: RowResult
     batches: list[Batch]
@@ -52,8 +52,9 @@ class StepGradients:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a step besides its update. `skipped`: if the update was skipped, the reason, and whether this was a spike; `events`:
-    events about the step; `overflow`: the reason for a smaller loss scale; `passes`: passes over the step that the update took."""
+    """The fate of a step's update. `skipped`: the reason why the update was skipped; empty: it was made. `spike`: the update was skipped
+    because of a spike. `events`: events about the step. `overflow`: the overflow that lowered the loss scale. `passes`: the number of
+    passes over the step that the update took."""
 
     skipped: str = ""
     spike: bool = False
@@ -67,7 +68,7 @@ NO_OUTCOME = Outcome()
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of one step. Sums are over all ranks; `seconds` and `breakdown` are this rank's."""
+    """Result of one step. Totals are over all ranks; `seconds` and `breakdown` are those of this rank."""
 
     step: int  # 0 is the first
     loss: float
@@ -87,22 +88,23 @@ class StepResult:
 
     @property
     def overflow(self) -> Overflow | None:
-        """The overflow that caused a skip of the update, if there was one."""
+        """The overflow because of which the update was skipped; None if there was none."""
         return self.outcome.overflow
 
     @property
     def passes(self) -> int:
-        """Number of passes (forwards and backwards) that the update took: two if released gradients had to be clipped."""
+        """Number of passes (forwards and backwards) over the step that the update took. The number is two if gradients were freed inside
+        the backward but had to be clipped."""
         return self.outcome.passes
 
     @property
     def skipped(self) -> str:
-        """The reason why the update was skipped, if it was."""
+        """The reason why the update was skipped; empty if it was made."""
         return self.outcome.skipped
 
 
 class Balance:
-    """The balance of the experts' loads in the last update: the worst value of all layers, gathered from all ranks."""
+    """The balance of the experts' loads in the last update: for each measure, the worst value of all layers on all ranks."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._work: Any = None
@@ -131,7 +133,7 @@ def stepped(
     lr: float,
     seconds: float,
 ) -> StepResult:
-    """Summary of a finished step."""
+    """Return the summary of a finished step."""
     spec, executed = trainer.spec, accumulated.executed
     return StepResult(
         step=step,
@@ -151,7 +153,7 @@ def stepped(
 
 
 def _breakdown(trainer: Trainer, executed: RowResult, parts: list[Mark]) -> dict[str, float]:
-    """Return the seconds by use. A wait for another rank counts as `bubble`, and the launch of messages as communication."""
+    """Return the seconds of a step by use. A wait for another rank counts as `bubble`; starting messages counts as communication."""
     clock = trainer.executor.clock
     seconds = dict.fromkeys((*(name for name, _, _ in parts), "forward", "backward", "bubble"), 0.0)
     for name, start, end in parts:
@@ -176,11 +178,10 @@ _WENT_TO |= {"UPDATE": "optimizer"}
 
 
 def _spans(trainer: Trainer, accumulated: StepGradients) -> list[tuple[str, float, float]]:
-    """Return when each action ran, in seconds since the step began."""
     clock, (_, zero, _) = trainer.executor.clock, accumulated.marks[0]
     return [(name, clock.seconds(zero, start), clock.seconds(zero, end)) for name, start, end in accumulated.executed.marks]
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak memory of this rank in bytes: on the GPU if it has one, else of its process."""
+    """Return the peak memory of this rank in bytes: memory on its GPU or, without a GPU, memory of its process."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else most_resident_bytes()

@@ -1,4 +1,4 @@
-"""Held-out loss of each domain."""
+"""Computes the held-out loss of each domain."""
 
 from dataclasses import replace
 
@@ -16,8 +16,8 @@ from megalith.train.batches import Cut, count_valid, indices, to_batch
 
 
 class Validator:
-    """Runs only forwards, on the stages that train. All ranks build it together, because it creates its own message lanes. Held-out
-    text is cut to `train.seq_len` in all phases of a run."""
+    """Computes held-out losses with forwards of the stages that train. All ranks build this object together, because it creates
+    communicators. Held-out text is cut to `train.seq_len` in all phases of a run."""
 
     def __init__(self, trainer: Trainer, stream: Stream) -> None:
         plan = trainer.spec.plan
@@ -35,7 +35,7 @@ class Validator:
 
     @torch.no_grad()
     def run(self) -> tuple[float, dict[str, float]]:
-        """Return the mean loss over all held-out targets, and that of each domain; all ranks get the same values."""
+        """Return the mean loss over all held-out targets, and the mean loss of each domain, on all ranks."""
         found = {name: self._domain(samples) for name, samples in self.samples.items() if len(samples)}
         self.trainer.forget()
         targets = sum(count for _, count in found.values())
@@ -44,7 +44,6 @@ class Validator:
         }
 
     def _domain(self, samples: range) -> tuple[float, int]:
-        """Return the mean loss over one domain's held-out targets, and their number."""
         trainer = self.trainer
         batch = trainer.spec.plan.microbatch * trainer.spec.plan.data * self.microbatches
         spec = trainer.spec.model_copy(update={"train": trainer.spec.train.model_copy(update={"global_batch": batch})})
@@ -58,7 +57,8 @@ class Validator:
         return float(loss), valid
 
     def _read(self, samples: range, numbers: range) -> Samples:
-        """Read samples by number. Numbers beyond the last sample give rows without targets, so that every rank has the same shapes."""
+        """Read samples by number. For numbers beyond the last sample, return rows without targets, so that every rank has tensors of the
+        same shape."""
         real = [samples[min(number, len(samples) - 1)] for number in numbers]
         read = self.stream.batch(real)
         past = np.array([number >= len(samples) for number in numbers])

@@ -129,7 +129,7 @@ def test_an_empty_prompt_is_refused():
 def test_more_than_the_context_is_refused_with_what_would_fit():
     model = lively(llama(context=16))
     assert len(list(generate(model, [1] * 6, tokens=10))) == 10
-    with pytest.raises(ValueError, match=r"6 tokens of prompt and 11 new .* at most 10 new tokens"):
+    with pytest.raises(ValueError, match=r"6 prompt tokens and 11 new .* at most 10 new tokens"):
         next(generate(model, [1] * 6, tokens=11))
 
 

@@ -197,7 +197,7 @@ def _overflow(rank: int) -> str:
 @pytest.mark.slow
 def test_finite_gradients_whose_squares_overflow_are_said_to():
     message = run_ranks(_overflow, 1)[0]
-    assert "no single gradient: the sum of their squares overflowed" in message
+    assert "no single gradient (the sum of the gradients' squares overflowed)" in message
     assert message.startswith("step 4: "), "the fourth, as the event log numbers it"
 
 

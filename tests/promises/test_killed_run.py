@@ -203,7 +203,7 @@ def test_no_room_for_the_last_checkpoint_is_waited_for(
         train(_brief(data, steps=20), folder)
     else:
         assert codes == [ExitCode.FINISHED] * 2
-        assert sum("make room in" in message for message in told) == 1, "said once, however often it is tried"
+        assert sum("Make room in" in message for message in told) == 1, "said once, however often it is tried"
         assert any("the last checkpoint is saved, after" in message for message in told)
     train(_brief(data, steps=20), tmp_path / "whole")
     assert_same_bits(final_state(tmp_path / "whole"), final_state(folder))

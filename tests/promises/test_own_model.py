@@ -273,7 +273,7 @@ def test_plans_that_a_part_is_not_declared_for_are_refused() -> None:
         ({"mlp": f"{HERE}:CROSSED"}, "", f"{HERE}:CROSSED"),
         ({"attention": f"{HERE}:MEAN"}, "", "lets documents see each other"),
         ({"attention": f"{HERE}:COUNTED"}, "", "Take positions from batch.positions"),
-        ({"attention": f"{HERE}:HALVED"}, "", "is a Halving: a subclass computes something else"),
+        ({"attention": f"{HERE}:HALVED"}, "", "is a Halving. Context parallelism and generation replace"),
     ],
 )
 def test_a_part_that_does_not_keep_its_word_is_refused(

@@ -384,7 +384,7 @@ def test_a_rule_that_cannot_update_state_elsewhere_is_refused(folder: Path, monk
     kind = f"{__name__}:GRASPING"
     monkeypatch.setitem(OPTIMIZERS, kind, OPTIMIZERS["mine:MOMENTUM"]._replace(rule=f"{__name__}:Grasping"))
     try_rule(kind, tiny_run().optimizer)
-    with pytest.raises(own.OwnPartError, match="in any shape"):
+    with pytest.raises(own.OwnPartError, match="accept any shape"):
         try_rule(kind, tiny_run().optimizer, away=True)
     try_rule("mine:MOMENTUM", tiny_run().optimizer, away=True)
 
@@ -438,7 +438,7 @@ def _of_kind(kind: str, asked: dict[str, Any]) -> RunSpec:
     return tiny_run(train=asked.get("train", {}), optimizer={"kind": kind, **asked.get("optimizer", {})})
 
 
-@pytest.mark.parametrize(("rule", "says"), [("Normed", 'Say unit = "tensor"'), ("Hoarder", "keep lasting state only in slots")])
+@pytest.mark.parametrize(("rule", "says"), [("Normed", 'Say unit = "tensor"'), ("Hoarder", "Keep lasting state only in slots")])
 def test_a_rule_that_needs_more_than_its_row_says_is_refused(rule: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = f"{__name__}:{rule}_ROW"
     monkeypatch.setitem(OPTIMIZERS, kind, Kind(title=rule, rule=f"{__name__}:{rule}", slots=()))

@@ -79,7 +79,7 @@ def test_the_likeliest_cause_is_the_right_one(
     assert bool(of_kind(told, Rewound)) == (answer == "rewound")
     if cause == "hardware":
         evidence = first.causes[0]["evidence"]
-        assert "step 42 had loss" in evidence and "shows in the head first" in evidence, evidence
+        assert "step 42 had loss" in evidence and "shows first in the head" in evidence, evidence
     if cause == "data":
         evidence = first.causes[0]["evidence"]
         assert f"samples {40 * BATCH} to {41 * BATCH - 1}" in evidence and ".bin" in evidence, evidence

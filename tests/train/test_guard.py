@@ -331,7 +331,7 @@ def test_a_wrong_update_is_found_by_making_it_again_from_the_copy(tmp_path: Path
 def test_the_buddy_that_holds_the_copy_makes_the_update_again(place: dict[str, Any], tmp_path: Path) -> None:
     """The state is sharded, so no replica has it. The buddy ends; a supervisor would end the others."""
     run = {"plan": {"data": 2, "zero": 1, "state": place}, "fleet": {"verify_every": 2}}
-    with pytest.raises(RuntimeError, match=rf"rank 1 of 2 failed first(.|\n)*rank 0's update of step {BAD + 1} differs"):
+    with pytest.raises(RuntimeError, match=rf"rank 1 of 2 failed first(.|\n)*rank 0's update in step {BAD + 1} differs"):
         run_ranks(_train, 2, run, only(0, after_update=flip_moment), tmp_path, True)
 
 

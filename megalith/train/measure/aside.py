@@ -1,4 +1,4 @@
-"""Computations beside a step, without lasting effects."""
+"""Helpers for computations between steps that must not change the state of training."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +11,8 @@ from megalith.train.assemble import Trainer
 
 
 def smallest(trainer: Trainer) -> Executor:
-    """Return an executor of the plan's schedule with the fewest microbatches allowed. Collective, because it creates its own message
-    lanes."""
+    """Return an executor for the plan's schedule with the fewest microbatches that the schedule allows. Collective, because the executor
+    creates communicators for its messages."""
     spec, executor = trainer.spec, trainer.executor
     plan = spec.plan
     sizes = {"ranks": plan.pipeline, "chunks": plan.chunks}
@@ -34,7 +34,8 @@ def buckets_of(trainer: Trainer) -> list[Bucket]:
 
 @contextmanager
 def uncounted(trainer: Trainer) -> Iterator[None]:
-    """Restore the step's counters at the end of the block: the tokens of each expert, and the largest magnitudes for delayed scales."""
+    """Restore the step's counters at the end of the `with` block: the tokens of each expert, and the largest magnitudes for delayed
+    scales."""
     counts = trainer.counted()
     before = [count.clone() for count in counts]
     try:
@@ -46,7 +47,7 @@ def uncounted(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def unobserved(trainer: Trainer) -> Iterator[None]:
-    """In the block, no hook observes gradients before their reduction."""
+    """Inside the `with` block, no hook observes gradients before their reduction."""
     buckets = buckets_of(trainer)
     before = [(bucket.probe, bucket.observe) for bucket in buckets]
     for bucket in buckets:

@@ -1,4 +1,4 @@
-"""The seconds that Python's garbage collector takes."""
+"""Measures the time that Python's garbage collector takes."""
 
 import gc
 import time
@@ -18,6 +18,6 @@ class Collector:
             self._seconds += time.perf_counter() - self._began
 
     def take(self) -> float:
-        """Return the seconds since the last call."""
+        """Return the seconds of garbage collection since the last call."""
         taken, self._seconds = self._seconds, 0.0
         return taken

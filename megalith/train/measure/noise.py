@@ -1,5 +1,5 @@
-"""Squared norms of gradients before their sum over data ranks, for the gradient noise scale. The norms cost one pass over the
-gradients."""
+"""Measures squared norms of gradients before they are summed over data ranks, to estimate the gradient noise scale. The measurement costs
+one pass over the gradients."""
 
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -16,8 +16,8 @@ from megalith.spec.run import RunSpec
 
 
 class NoiseMeter:
-    """Measures gradients of the weights for which each data rank has a whole gradient. Left out are experts, which get tokens of all
-    ranks, and weights whose gradients tensor ranks or a pipeline's ends add up later."""
+    """Measures gradients of those weights for which each data rank has a complete gradient of its own. Experts, which get tokens of all
+    ranks, are excluded, and also weights whose gradients are later summed over tensor ranks or over the pipeline's two ends."""
 
     def __init__(
         self, weights: dict[str, Weight], buckets: Iterable[Bucket], shared: SharedParameters, groups: Groups, spec: RunSpec
@@ -43,28 +43,26 @@ class NoiseMeter:
                 self._squares.append(_square(grad))
 
     def take(self, device: torch.device) -> Tensor:
-        """Return the sum of the squares since the last call, an fp64 scalar."""
+        """Return the sum of the gradients' squares since the last call, an fp64 scalar."""
         squares, self._squares = self._squares, []
         return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
 
 
 def noise_of(spec: RunSpec, *, small: float, large: float) -> Noise | None:
-    """Return a step's noise estimates from the sum of squared gradient norms before the reduction (`small`) and the squared norm after
-    it (`large`); None if the plan allows no estimate. Each part's gradient is of its share of the step's loss. Times the number of
-    parts, it is the mean over the part's own sequences."""
+    """Return a step's noise estimates from the sum of squared gradient norms before the reduction (`small`) and the squared norm after it
+    (`large`); None if the plan allows no estimate. `small` is summed over the parts of the batch. The gradient of a part is the gradient of
+    its share of the step's loss; multiplied by the number of parts, it is the mean gradient over the part's own sequences."""
     count, batch = parts(spec.plan, spec.microbatches), spec.train.global_batch
     return None if count == 1 else estimate(small=count * small, large=large, part=batch / count, batch=batch)
 
 
 def _counts(weight: Weight, groups: Groups) -> bool:
-    """True on the first of the tensor ranks that hold the same gradient: only that rank counts it."""
     (split,) = weight.master.placements[2:]  # pyright: ignore[reportAttributeAccessIssue]
     return not isinstance(split, Replicate) or groups.coordinates["tensor"] == 0
 
 
 def _square(grad: Tensor) -> Tensor:
-    """Return the sum of a gradient's squares, fp64; rows are added up in fp64 (for the reason, see
-    `gradients.sum_of_squares`)."""
+    """Return the sum of a gradient's squares in fp64. The sums of rows are added in fp64; `gradients.norms_of` gives the reason."""
     flat = local(grad).reshape(-1)
     whole, rest = flat.split([flat.numel() // ROW * ROW, flat.numel() % ROW])
     norms = [

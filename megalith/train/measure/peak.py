@@ -43,8 +43,8 @@ def yardstick_of(trainer: Trainer, folder: Path) -> Yardstick:
 
 @dataclass(frozen=True)
 class Peak:
-    """Peak FLOP/s of one device (None if the catalogue has no figure), its source, and a note if `cluster` names another device
-    (`instead`)."""
+    """The peak FLOP/s of one device (None if the catalogue has no figure), the source of this figure, and a note (`instead`) if `cluster`
+    names another device."""
 
     rate: float | None
     source: str
@@ -53,24 +53,31 @@ class Peak:
 
 def catalogue_peak(asked: str, device: str, precision: str) -> Peak:
     """Return the peak FLOP/s of the actual device (torch's name). The run's `cluster` (`asked`) is used only if the catalogue does not know
-    that device, or if a cluster file describes its own device; a name never changes the device."""
+    the actual device, or if `cluster` is a file that describes a device. The name of another catalogued device is ignored."""
     known = cluster.find(device)
     named = None if asked == "local" else cluster.load(asked).accelerator
     other = known not in (None, named) and named in cluster.catalogue().values()
     found = known if named is None or other else named
-    instead = f"; `cluster` names {asked.partition(':')[0]}, but this device is another model" if other else ""
+    instead = f"; `cluster` names {asked.partition(':')[0]}, but this machine has another device" if other else ""
     if found is None:
-        return Peak(None, f"unknown device {device!r}: no peak in the catalogue, so no MFU; set `cluster` to a catalogue name")
+        return Peak(
+            None,
+            f"unknown device {device!r}: the catalogue has no peak for it, so no MFU; set `cluster` to a device of the catalogue",
+        )
     rate = PRECISIONS[precision].rate
     if rate not in found.peak:
         known_rates = ", ".join(found.peak) or "none"
-        return Peak(None, f"{found.title}: no {rate} peak in the catalogue, so no MFU; it has {known_rates}", instead)
+        return Peak(
+            None,
+            f"{found.title}: the catalogue has no {rate} peak, so no MFU is computed; it has peaks for {known_rates}",
+            instead,
+        )
     return Peak(found.peak[rate], f"{found.title}, dense {rate}", instead)
 
 
 def counted_flops(trainer: Trainer, kept: Path) -> float:
-    """Return FLOP per token in the current phase. It is counted once in a run and saved: counting takes longer than the rest of a
-    restart."""
+    """Return FLOP per token in the current phase. The number is counted once in a run and saved, because counting takes longer than the
+    rest of a restart."""
     seq_len = trainer.spec.train.seq_len
     of = hashlib.sha256(f"{seq_len} {trainer.model.model_dump_json()}".encode()).hexdigest()[:12]
     path = kept / f"flops-{of}"
@@ -84,8 +91,8 @@ def counted_flops(trainer: Trainer, kept: Path) -> float:
 
 
 def _measured_peak(trainer: Trainer, kept: Path) -> float:
-    """Return the FLOP/s of all ranks together. It is measured at the run's first start and saved, so that a restart need not wait for
-    it."""
+    """Return the measured peak FLOP/s of all ranks together. The peak is measured at the run's first start and saved, so that restarts do
+    not have to measure it again."""
     world, leads = trainer.groups.world, trainer.groups.rank == 0
     known = float(kept.read_text()) if leads and kept.exists() else 0.0
     rate = torch.tensor(known, dtype=torch.float64)
@@ -103,9 +110,9 @@ def _measured_peak(trainer: Trainer, kept: Path) -> float:
 
 
 def matmul_rate(dtype: torch.dtype, device: torch.device, *, seconds: float = 0.25, size: int | None = None) -> float:
-    """Return the FLOP/s of square matrix products on this rank now, the best of several: the measured peak of a CPU. `size` None: 8,192
-    rows on a GPU; on a CPU, the largest size up to 1,024 at which two products fit into `seconds`. A processor without bf16
-    instructions takes seconds for a product of size 1,024.
+    """Return the FLOP/s of square matrix products on this rank now, the best of several products: on a CPU, this is the measured peak.
+    `size`: rows of the matrices; None: 8,192 on a GPU and, on a CPU, the largest size up to 1,024 at which two products fit into `seconds`.
+    (A CPU without bf16 instructions takes seconds for a bf16 product of size 1,024.)
     """
     if size is None and device.type == "cpu":
         size = 128
@@ -116,7 +123,7 @@ def matmul_rate(dtype: torch.dtype, device: torch.device, *, seconds: float = 0.
 
 
 def _product(dtype: torch.dtype, device: torch.device, size: int, *, seconds: float) -> float:
-    """Return the shortest time of a product, among as many products as fit into `seconds` after a first, untimed one."""
+    """Return the shortest time in seconds of a matrix product, over as many products as fit into `seconds`, after a warm-up product."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out, least, end = a @ b, math.inf, time.perf_counter() + seconds
     while time.perf_counter() < end or least == math.inf:

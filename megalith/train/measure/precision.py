@@ -1,5 +1,5 @@
-"""Precision watch: compares gradients of low-precision and high-precision products, and can switch the worst block to high
-precision."""
+"""Precision watch: compares the gradients that low-precision products give with those of high-precision products, and can switch the block
+with the largest error to high precision."""
 
 import math
 import time
@@ -30,20 +30,20 @@ Gradients = Mapping[str, Tensor]
 
 
 class GradientComparison(NamedTuple):
-    """One comparison on this rank."""
+    """The gradients of one comparison on this rank, computed with high-precision (`wide`) and with low-precision products (`narrow`)."""
 
     wide: Gradients
     narrow: Gradients
     lost: Mapping[str, Tensor]
-    """Counts of saturated and zeroed numbers, by part."""
+    """Counts of numbers that low precision saturated or set to zero, by part of the model."""
 
 
 class PartError(NamedTuple):
     """The errors of a part of the model, the same on all ranks."""
 
     error: float | None
-    """The relative error of its gradient: infinite if only the low-precision gradient is not finite; None if the high-precision one is
-    0 or not finite."""
+    """The relative error of the part's gradient: infinite if only the low-precision gradient is not finite; None if the high-precision
+    gradient is 0 or not finite."""
     narrow: bool
     """True if the part has low-precision products now."""
     saturated: float
@@ -51,22 +51,24 @@ class PartError(NamedTuple):
 
 
 class PrecisionWatch:
-    """Per-rank watch of rounding errors, between steps. Construction and every method are collective.
+    """Measures, between steps, the rounding errors of low-precision products on one rank. Construction and every method are collective.
 
-    A comparison computes the fewest microbatches that the schedule allows twice: with all products in high precision, and as the next
-    step will. The relative error of a part's gradient is the norm of the difference over the norm of the high-precision one.
+    A comparison computes the same microbatches twice, as few as the schedule allows: once with all products in high precision, and once as
+    the next step will compute them. The relative error of a part's gradient is the norm of the difference, divided by the norm of the
+    high-precision gradient.
     """
 
     def __init__(
         self, trainer: Trainer, read: Read, *, log: EventLog | None = None, beat: Beat = lambda phase, step: None
     ) -> None:
-        """`read`: this rank's microbatches of a step. `beat` sends a heartbeat: a phase, and the step."""
+        """`read` returns this rank's microbatches of a step. `beat` sends a heartbeat with a phase and a step."""
         self.trainer, self.read, self.log, self.beat = trainer, read, log, beat
         self.executor = smallest(trainer)
 
     @classmethod
     def of(cls, trainer: Trainer, read: Read, **how: Any) -> "PrecisionWatch | None":
-        """Return the watch of a run, built with `how`; None if the run requests no watch, or has no low-precision products."""
+        """Return the watch of a run; None if the run requests none (`precision.watch_every`) or has no low-precision products. `how`:
+        further arguments of the constructor."""
         spec = trainer.spec
         asked = spec.precision.watch_every > 0 and is_narrow(spec.train.precision)
         return cls(trainer, read, **how) if asked else None
@@ -76,8 +78,8 @@ class PrecisionWatch:
         return step > 0 and step % self.trainer.spec.precision.watch_every == 0 and not self.trainer.wide
 
     def measure(self, step: int) -> None:
-        """Compare gradients if that is due after `step` steps, and switch the worst block to high precision if `precision.auto`
-        requires it. All steps must be verified, and the last gradients dropped."""
+        """Compare gradients if a comparison is due after `step` steps, and switch the block with the largest error to high precision if
+        `precision.auto` requires this. Call this when all steps are verified and the last gradients are dropped."""
         if not self.due(step):
             return
         self.beat("precision", step)
@@ -89,7 +91,7 @@ class PrecisionWatch:
             self.log.write(found)
 
     def compare(self, step: int) -> PrecisionWatched:
-        """Return the errors after `step` steps, and the block to switch to high precision."""
+        """Compare gradients after `step` steps; return the errors of all parts, and the block to switch to high precision."""
         began, limit = time.perf_counter(), self.trainer.spec.precision.auto
         found = self._found(self.gradients(step))
         errors = {part: one.error for part, one in found.items() if one.error is not None}
@@ -105,7 +107,8 @@ class PrecisionWatch:
         )
 
     def gradients(self, step: int) -> GradientComparison:
-        """Compute the gradients of the weights that this rank counts, with high-precision products and with the step's own products."""
+        """Compute gradients with high-precision products, and with the products of the next step; return those of the weights that this
+        rank counts."""
         trainer, count = self.trainer, self.executor.program.microbatches
         if self.executor.hidden != trainer.executor.hidden:  # the run is in another phase
             self.executor.adopt(self.executor.program, trainer.executor.hidden)
@@ -126,7 +129,6 @@ class PrecisionWatch:
         return found
 
     def _found(self, mine: GradientComparison) -> dict[str, PartError]:
-        """Return the rounding errors of each part, over all ranks."""
         trainer, parts = self.trainer, self.trainer.model.part_names
         here = {recipe.part for recipe in trainer.narrow()} - trainer.raised
         table = torch.zeros(len(parts), 6, dtype=torch.float64, device=trainer.device)
@@ -151,7 +153,7 @@ def _figures(difference: float, wide: float, ranks: float, numbers: float, satur
 
 
 def worst(errors: Mapping[str, float], candidates: frozenset[str], limit: float) -> str:
-    """Return the candidate with the largest error (of equal ones, the first in the order of backward); empty if no error is above
-    `limit`, or `limit` is 0."""
+    """Return the candidate with the largest error; of equal errors, the first candidate in the order of backward. Empty if no candidate's
+    error is above `limit`, or if `limit` is 0."""
     above = [part for part in reversed([*errors]) if part in candidates and errors[part] > limit > 0]
     return max(above, key=lambda part: errors[part], default="")

@@ -1,4 +1,4 @@
-"""Traces of some of a run's steps by torch.profiler."""
+"""Traces a range of a run's steps with torch.profiler."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -8,12 +8,12 @@ import torch
 
 
 def idle_profile(asked: str, *, done: int, steps: int) -> str | None:
-    """Return why no step of "A:B" will be traced after `done` steps; None if some will be."""
+    """Return why --profile A:B will trace no step after `done` steps; None if some steps will be traced."""
     first, last = map(int, asked.split(":"))
     if done < min(last - 1, steps) and first <= steps:
         return None
-    to_come = f"steps {done + 1} to {steps} are" if done < steps else "no step is"
-    return f"--profile {asked} traces nothing: {to_come} to come. Name some of these steps, or raise train.steps."
+    left = f"the remaining steps are {done + 1} to {steps}" if done < steps else "all steps are done"
+    return f"--profile {asked} traces nothing: {left}. Name some of the remaining steps, or raise train.steps."
 
 
 class Profile:

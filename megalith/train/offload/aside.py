@@ -1,4 +1,5 @@
-"""Master weights in the host's memory or a file while a model is built, so that a device holds those of only one part at a time."""
+"""Moves master weights to the host's memory or to a file while a model is built, so that the device holds those of only one part at a
+time."""
 
 import errno
 import os
@@ -22,7 +23,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def aside_of(state: StateSpec, folder: Path | None) -> Put | None:
-    """Return the function that moves master weights off the device while the model is built; None: they stay. `folder`: see
+    """Return the function that moves master weights off the device while the model is built; None: they stay on the device. `folder`: see
     `folder_of`."""
     if state.weights == "device":
         return None
@@ -36,13 +37,12 @@ def _in_memory(tensor: Tensor) -> Callable[[], Tensor]:
 
 
 def _unreal(tensor: Tensor) -> Callable[[], Tensor]:
-    """Keep no content: a dry run only counts bytes on the device, and has no files."""
     shape, dtype = tensor.shape, tensor.dtype
     return lambda: torch.empty(shape, dtype=dtype)
 
 
 class Aside:
-    """One unnamed file for all tensors of a rank; the file disappears when the last tensor is dropped. A `Put`. Raises
+    """A `Put` that moves all tensors of a rank to one unnamed file. The file disappears when no tensor needs it any more. Raises
     StateFileError."""
 
     def __init__(self, folder: Path) -> None:
@@ -61,26 +61,24 @@ class Aside:
         except OSError as error:
             full = error.errno in FULL
             failed = f"{tensor.nbytes:,} bytes of weights {'have no room' if full else 'cannot be written'} in {self.folder}"
-            way_out = FREE if full else "Name another folder by plan.state.folder"
+            way_out = FREE if full else "Set plan.state.folder to another folder"
             words = f"plan.state: {failed} while the model is built ({error.strerror}). {way_out}"
             raise StateFileError(error.errno, words) from error
         return partial(self._read, start, like)
 
     def _read(self, start: int, like: Tensor) -> Tensor:
-        """Read the tensor that begins at byte `start`, with the shape and dtype of `like`."""
         octets = torch.empty(like.nbytes, dtype=torch.uint8)
         failed = f"plan.state: {like.nbytes:,} bytes of weights in {self.folder} cannot be read back while the model is built"
-        way_out = "Start again. If this error recurs, name a folder on another disk by plan.state.folder"
+        way_out = "Start the run again. If this error recurs, set plan.state.folder to a folder on another disk"
         try:
             moved = move_all(os.preadv, self._opened(), octets.numpy(), start)
         except OSError as error:
             raise StateFileError(error.errno, f"{failed} ({error.strerror}). {way_out}") from error
         if moved < like.nbytes:
-            raise StateFileError(errno.EIO, f"{failed} (the file ends after {moved:,} of them). {way_out}")
+            raise StateFileError(errno.EIO, f"{failed} (the file ends after {moved:,} bytes of them). {way_out}")
         return octets.view(like.dtype).view(like.shape)
 
     def _opened(self) -> int:
-        """Return the descriptor of the file; the first call creates the file."""
         if self._file is None:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # one for all: a process may often open 1,024

@@ -1,4 +1,5 @@
-"""One tensor's share, stored in files of chunks. Checkpoints read and fill it with no more than a few pieces in memory."""
+"""Gives checkpoints access to a share that is stored on disk, in chunks. Reading or writing a share needs memory for only a few of its
+pieces."""
 
 from collections.abc import Iterator, Sequence
 from math import prod
@@ -13,10 +14,10 @@ from megalith.train.offload.stream import Stream
 
 
 class Segment:
-    """The share of one slot of one parameter. It is the same segment in each of its chunks."""
+    """The share of one slot of one parameter. The share's pieces lie in several chunks, in each of them as segment number `segment`."""
 
     def __init__(self, segment: int, pieces: Sequence[tuple[int, int, int]], shape: Sequence[int], dtype: torch.dtype) -> None:
-        """`pieces`: each piece's chunk, first element, and number of elements."""
+        """`pieces`: for each piece, its chunk, the index of its first element, and its number of elements."""
         self.number, self.shape, self.dtype = segment, tuple(shape), dtype
         self.cut = tuple(pieces)
         if len(self.cut) == 1:  # of a slot of another shape than the parameter's, too
@@ -37,12 +38,12 @@ class Segment:
         return self.dtype.itemsize
 
     def values(self, body: Tensor, start: int, count: int) -> Tensor:
-        """Return `count` elements of `memory` that begin at byte `start`."""
+        """Return the `count` elements that begin at byte `start` of a chunk's content `body`."""
         return body[start : start + count * self.element_size()].view(self.dtype)
 
 
 class LiveShare(Segment):
-    """A share that updates change, read from the valid slot of each chunk."""
+    """A share that updates change, read from the valid slot of each of its chunks."""
 
     def __init__(
         self,
@@ -53,13 +54,13 @@ class LiveShare(Segment):
         shape: Sequence[int],
         dtype: torch.dtype,
     ) -> None:
-        """`starts`: where the segment begins in each chunk, in bytes."""
+        """`starts`: the byte at which the segment begins, for each chunk."""
         super().__init__(segment, pieces, shape, dtype)
         self._stream, self._starts = stream, tuple(starts)
 
     @property
     def extents(self) -> None:
-        """None: updates change it."""
+        """None, because updates change the share."""
 
     def snapshot(self) -> "ShareSnapshot | None":
         """Return a snapshot of the share; None if its file cannot be protected from updates."""
@@ -67,14 +68,14 @@ class LiveShare(Segment):
         return None if file is None else ShareSnapshot(file, self)
 
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield the share in flat pieces, in order: the index of a piece's first element, and the piece, which is valid until the next
-        one."""
+        """Yield the share in flat pieces, in order, each with the index of its first element. A piece is valid until the next one is
+        requested."""
         bodies = self._stream.over([chunk for chunk, _, _ in self.cut], counts=None)
         for (_, first, count), start, (_, body) in zip(self.cut, self._starts, bodies, strict=True):
             yield first, self.values(body, start, count)
 
     def fill(self, offset: Sequence[int], values: Tensor) -> None:
-        """Write the box of the share that begins at `offset`. The written values are valid at once."""
+        """Write `values` to the box of the share that begins at `offset`. The written values are valid at once."""
         if tuple(values.shape) != self.shape:
             box = whole = torch.cat([piece.clone() for _, piece in self.pieces()]).view(self.shape)
             for dim, (start, size) in enumerate(zip(offset, values.shape, strict=True)):
@@ -88,7 +89,7 @@ class LiveShare(Segment):
 
 
 class ShareSnapshot(Segment):
-    """A snapshot of a share, whose file a checkpoint protects from updates. Any thread may read it."""
+    """A snapshot of a share, in a file that a checkpoint protects from updates. Any thread may read it."""
 
     def __init__(self, file: SlotFile, share: Segment) -> None:
         super().__init__(share.number, share.cut, share.shape, share.dtype)
@@ -101,11 +102,11 @@ class ShareSnapshot(Segment):
         return Extents(self._file, tuple(pieces))
 
     def snapshot(self) -> "ShareSnapshot":
-        """Return the share itself."""
+        """Return this snapshot itself."""
         return self
 
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield the share in flat pieces, in order: the index of a piece's first element, and the piece."""
+        """Yield the share in flat pieces, in order, each with the index of its first element."""
         for chunk, first, count in self.cut:
             body = memory_of(padded(count * self.element_size()))
             self._file.read(chunk, body, self.number)

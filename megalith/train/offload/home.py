@@ -1,4 +1,4 @@
-"""Homes of offloaded state: the host's memory, and a file whose chunks updates read and write through buffers."""
+"""The two homes of offloaded state: the host's memory, and files whose chunks updates read and write through buffers in memory."""
 
 import os
 import tempfile
@@ -29,9 +29,9 @@ from megalith.train.optimizers.rule import Part
 
 MIB = 1 << 20
 MASTER_BYTES = 4
-"""Bytes per element of the widest slots."""
+"""Bytes per element of a master weight in fp32."""
 ROUND = 1024
-"""Parameters are cut at multiples of this many elements, so that kernels vectorise the pieces as they would the whole."""
+"""Parameters are cut at multiples of this many elements, so that kernels vectorise a piece in the same way as the whole parameter."""
 
 
 class Lot(NamedTuple):
@@ -45,15 +45,15 @@ class Lot(NamedTuple):
 
     @property
     def share(self) -> Tensor:
-        """The parameter's share; it has no memory if the master weights are off the device."""
+        """The parameter's share of the master weights; it has no memory if they are off the device."""
         return local(self.weight.master)
 
 
 def lots_of(
     state: StateSpec, weights: Mapping[str, Weight], slots: Mapping[str, Sequence[Slot]], whole: Mapping[str, bool]
 ) -> dict[str, Lot]:
-    """Return the parameters whose state is kept off the device, with their slots. Master weights are offloaded too if products compute
-    in another number format; of master weights in two halves, only the lower half is."""
+    """Return the parameters whose state is kept off the device, with their slots. Master weights are offloaded too if products compute in
+    another number format; if they are stored in two halves, only the lower half is offloaded."""
     sizes = {name: local(weight.master).numel() for name, weight in weights.items()}
 
     def masters(name: str) -> list[Slot]:
@@ -63,18 +63,18 @@ def lots_of(
 
 
 def _first(slot: Slot, lot: Lot, source: Source | None) -> Tensor | None:
-    """Return a slot's initial values, taken from the weights: master weights, or their lower half; None for other slots, which begin as
-    zeros. `source`: makes the compute share from the master weights at each gather."""
+    """Return the initial values of a slot for master weights, or for their lower halves; None for other slots, which begin as zeros.
+    `source`: see `Weight.move_out`."""
     if slot == MASTER:
         return lot.weight.move_out(source)
     return lot.weight.split(NUMBERS[slot.number].bits) if slot in LOWER.values() else None
 
 
 class Host:
-    """State in the host's memory, updated there."""
+    """State in the host's memory, where the CPU updates it."""
 
     def __init__(self, lots: Mapping[str, Lot], *, weights: bool = False) -> None:
-        """`weights`: the compute weights are made from these master weights at each gather."""
+        """`weights`: each gather makes the compute weights from these master weights."""
         self.lots = lots
         self.held: dict[tuple[Slot, str], Tensor] = {}
         for name, lot in lots.items():
@@ -90,7 +90,7 @@ class Host:
         return any(slot == MASTER or slot in LOWER.values() for slot, _ in self.held)
 
     def stream(self, parts: Sequence[Part]) -> Iterator[Part]:
-        """Yield the parts with their state, and copy the updated master weights to the compute weights."""
+        """Yield each part with its state; after the caller's update, copy its master weights to the compute weights."""
         for part in parts:
             lot = self.lots[part.name]
             near = {slot.name: self.held[slot, part.name] for slot in lot.slots}
@@ -103,19 +103,19 @@ class Host:
                 part.weight.copy_(weight)
 
     def publish(self) -> None:
-        """Make the compute weights from the master weights, which were loaded."""
+        """After master weights were loaded, make the compute weights from them."""
         for (slot, name), held in self.held.items():
             if slot == MASTER:
                 self.lots[name].weight.take_over(0, held)
 
     def settle(self) -> None:
-        """No-op: changes in memory are valid at once."""
+        """No-op, because changes in memory are valid at once."""
 
     undo = settle
 
     @property
     def sum(self) -> int:
-        """0 in host memory, where other code reads the state directly."""
+        """0, because the digest of state in host memory is computed from the memory itself."""
         return 0
 
     @property
@@ -125,15 +125,16 @@ class Host:
 
 
 class Disk:
-    """State in this rank's own files, updated in the host's memory chunk by chunk. A chunk holds the same range of all of a parameter's
-    offloaded tensors."""
+    """State in files of this rank. The CPU updates this state in the host's memory, chunk by chunk. A chunk holds one range of elements of
+    all offloaded tensors of a parameter."""
 
     def __init__(self, lots: Mapping[str, Lot], path: Path, *, most: int, weights: bool = False) -> None:
-        """`most`: the maximum bytes of one tensor in a chunk; an update that needs the whole share at once ignores it. `weights`: the
-        compute weights are made from these master weights at each gather."""
+        """`most`: the maximum bytes of one tensor in a chunk, except for updates that need the whole share at once. `weights`: each gather
+        makes the compute weights from these master weights."""
         self.lots = lots
         self.pieces: dict[str, list[tuple[int, int, int]]] = {}
-        """The pieces of each parameter: the chunk's number, the piece's first element in the share, and its number of elements."""
+        """The pieces of each parameter: the number of the chunk, the index of the piece's first element in the share, and the piece's
+        number of elements."""
         chunks = list[tuple[str, list[int]]]()
         for name, lot in lots.items():
             for first, last in _cut(lot, most):
@@ -172,7 +173,7 @@ class Disk:
         return any(slot == MASTER or slot in LOWER.values() for slot, _ in self.held)
 
     def stream(self, parts: Sequence[Part]) -> Iterator[Part]:
-        """Yield the parts piece by piece with their state, while the next pieces are read and the previous ones are written."""
+        """Yield the parts piece by piece, with their state. Meanwhile, threads read the next pieces and write the previous ones."""
         order = [(part, first, count) for part in parts for _, first, count in self.pieces[part.name]]
         bodies = self._stream.over([chunk for part in parts for chunk, _, _ in self.pieces[part.name]])
         for (part, first, count), (_, body) in zip(order, bodies, strict=True):
@@ -190,18 +191,18 @@ class Disk:
                 resident.copy_(weight)
 
     def publish(self) -> None:
-        """Make the compute weights from the master weights, which were loaded."""
+        """After master weights were loaded, make the compute weights from them."""
         for (slot, name), stored in self.held.items():
             if slot == MASTER and self.lots[name].weight.source is None:
                 for first, numbers in stored.pieces():
                     self.lots[name].weight.take_over(first, numbers)
 
     def settle(self) -> None:
-        """Make an update valid."""
+        """Make the written update valid."""
         self.slots.settle()
 
     def drop(self) -> None:
-        """Discard an update that is not valid yet, and make the compute weights again from the master weights before it."""
+        """Discard an update that is not valid yet, and restore the compute weights from the master weights before this update."""
         self.slots.drop()
         self.publish()
 
@@ -211,12 +212,12 @@ class Disk:
 
     @property
     def sum(self) -> int:
-        """The sum of all words on the disk, in the form that digests of states use."""
+        """The sum of all words of the state on disk, from which digests of the state are computed."""
         return self.slots.sum
 
     @property
     def buffers(self) -> list[Tensor]:
-        """The buffers in memory that chunks are streamed through."""
+        """The buffers in memory through which chunks are streamed."""
         return [*self._stream.buffers, *self._passing]
 
     @property
@@ -241,7 +242,7 @@ def home_of(lots: Mapping[str, Lot], state: StateSpec, *, folder: Path | None, r
 
 
 def folder_of(state: StateSpec, folder: Path | None) -> Path:
-    """Return the folder for state files. `folder`: used if the plan names none; None: the folder of temporary files."""
+    """Return the folder for state files: the plan's folder, else `folder`, else the folder for temporary files."""
     return Path(state.folder) if state.folder else folder or Path(tempfile.gettempdir())
 
 
@@ -249,20 +250,19 @@ def folder_of(state: StateSpec, folder: Path | None) -> Path:
 
 
 def _at_once(held: Mapping[tuple[Slot, str], Tensor], name: str) -> Iterator[tuple[int, Tensor]]:
-    """Yield the master weights of a parameter."""
     yield 0, held[MASTER, name].view(-1)
 
 
 def _one_by_one(slots: Slots, memory: Tensor, pieces: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, Tensor]]:
-    """Yield the master weights of a parameter, the first of its slots, in these pieces. Only one thread may read them, because all
-    pieces use the same buffers."""
+    """Yield the master weights of a parameter (the first of its slots) in these pieces. Only one thread may call this, because all pieces
+    use the same memory."""
     for chunk, first, count in pieces:
         slots.read(chunk, memory, 0)
         yield first, memory[: count * MASTER_BYTES].view(torch.float32)
 
 
 def _cut(lot: Lot, most: int) -> list[tuple[int, int]]:
-    """Return the first and past-the-last elements of a share's pieces. Rows that share a scale are not cut."""
+    """Return the range of elements of each piece of a share, so that no row with a common scale is cut."""
     numbers = lot.share.numel()
     grain = lcm(ROUND, lot.share.shape[-1]) if any(slot.number != "fp32" for slot in lot.slots) else ROUND
     step = numbers if lot.whole else max(grain, most // MASTER_BYTES // grain * grain)
@@ -270,7 +270,6 @@ def _cut(lot: Lot, most: int) -> list[tuple[int, int]]:
 
 
 def _shape(slot: Slot, lot: Lot, count: int) -> tuple[int, ...]:
-    """Return the shape of a slot's piece that belongs to `count` elements of the share."""
     if lot.whole:
         return slot.shape_of(lot.share.shape)
     columns = lot.share.shape[-1] if slot.block else 1
@@ -282,13 +281,11 @@ def _bytes(slot: Slot, shape: Sequence[int]) -> int:
 
 
 def _starts(lot: Lot, count: int) -> list[int]:
-    """Return the byte offset of each slot's piece in its chunk."""
     sizes = (padded(_bytes(slot, _shape(slot, lot, count))) for slot in lot.slots)
     return list(accumulate(sizes, initial=0))[:-1]
 
 
 def _tensors(lot: Lot, body: Tensor, count: int) -> dict[str, Tensor]:
-    """Return the pieces of a parameter's slots in a chunk's memory, by name of the slot."""
     found = {}
     for slot, start in zip(lot.slots, _starts(lot, count), strict=True):
         shape = _shape(slot, lot, count)

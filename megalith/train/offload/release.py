@@ -1,9 +1,11 @@
-"""Updates inside the backward: a part is updated once its gradients are reduced, and these are freed, so no step holds all gradients.
+"""Updates inside the backward: each part is updated as soon as its gradients are reduced, and then these gradients are freed, so that a
+step never holds all gradients.
 
-The global norm, which decides whether gradients are clipped, is known only after the last backward. Most steps do not clip. So a pass
-over the step updates without clipping, and writes to the unused slots on disk. If the step must clip, these slots are dropped. A second
-pass computes the same gradients and updates with the clip factor, known by then. The result is bitwise that of an update after the
-backward. Where most steps clip, a first pass only measures the norm, so no useless update is written.
+The global norm, which decides whether gradients are clipped, is known only after the last backward. Most steps do not clip, so a first pass
+(forwards and backwards of the step) updates without clipping, and writes the new state to the unused slots on disk. If the gradients must
+be clipped, the contents of these slots are discarded, and a second pass computes the same gradients and updates with the clip factor, which
+is now known. The result is bitwise equal to that of an update after the backward. While most steps clip, the first pass only measures the
+norm, so that no update is written in vain.
 """
 
 from collections import Counter, deque
@@ -23,14 +25,14 @@ from megalith.train.optimizers.rule import Optimizer
 from megalith.train.state import State
 
 WINDOW = 10
-"""Number of recent updates that decide how the next step begins."""
+"""Number of recent updates that determine whether the first pass of a step updates."""
 MAXIMUM = 5
-"""With at most this many clipped updates in the window, a step begins with a pass that updates. If more than half are clipped, updates
-written in vain cost more than the saved passes."""
+"""If at most this many of the last WINDOW updates were clipped, the first pass of a step updates. If more were clipped, the updates written
+in vain would cost more than the second passes that they save."""
 
 
 class Pace:
-    """Decides how a step begins, from the last updates alone, which all ranks know."""
+    """Decides whether the first pass of a step updates, only from the last updates, which all ranks know."""
 
     def __init__(self) -> None:
         self._clipped = deque[bool](maxlen=WINDOW)
@@ -42,7 +44,7 @@ class Pace:
 
     @property
     def pauses(self) -> bool:
-        """True if a step begins with a pass that only measures the norm."""
+        """True if the first pass of a step only measures the norm."""
         return self.clipped > MAXIMUM
 
     def note(self, clipped: bool, *, step: int) -> Iterator[ReleasePaused]:
@@ -55,7 +57,8 @@ class Pace:
 
 @dataclass(frozen=True)
 class UpdateRequest:
-    """A request for a pass over the step: the factor for all gradients (None: only measure them), and the update to make."""
+    """A request for one pass over the step. `factor`: multiplies all gradients; None: only measure the gradients. `number`, `lr`: the
+    update to make."""
 
     factor: float | None
     number: int
@@ -63,7 +66,8 @@ class UpdateRequest:
 
 
 class Release:
-    """Per-rank updates inside the backward. All of the optimizer's state must be on disk, and the update rules must be elementwise."""
+    """Makes a rank's updates inside the backward. All of the optimizer's state must be on disk, and the update rules must be
+    elementwise."""
 
     def __init__(
         self,
@@ -76,7 +80,7 @@ class Release:
         parameters: Mapping[str, nn.Parameter],
         clock: Clock,
     ) -> None:
-        """`stages`: the buckets that each of this rank's stages uses."""
+        """`stages`: for each of this rank's stages, the buckets that it uses."""
         self.state, self.rule, self.parameters, self.clock = state, rule, parameters, clock
         used = Counter(bucket for buckets in stages for bucket in {*buckets})
         # what other ranks or another stage of this rank add to is complete only after the last backward
@@ -87,18 +91,18 @@ class Release:
         self._buckets = tuple(used)
         self.pace = Pace()
         self.norms: dict[str, Norms] = {}
-        """Norms of the last pass's gradients, before any clipping, by parameter."""
+        """For each parameter, the norms of the last pass's gradient, before any clipping."""
         self.odd: dict[str, Tensor] = {}
-        """The number of these gradients' non-finite elements."""
+        """For each parameter, the number of non-finite elements in the last pass's gradient."""
         self.marks: list[tuple[str, object, object]] = []
         """Start and end times of the last pass's updates."""
         self.asked: UpdateRequest | None = None
-        """The last pass; None if it was undone, or its update is already counted."""
+        """The request of the last pass; None if the pass was undone, or if its update was counted."""
 
     @contextmanager
     def during(self, asked: UpdateRequest, *, loss_scale: float) -> Iterator[None]:
-        """In the block, make the update of each reduced gradient, and free it. `loss_scale`: the factor to remove from the
-        gradients."""
+        """Inside the `with` block, update each parameter when its gradient is reduced, and free the gradient. `loss_scale`: the factor by
+        which gradients are divided."""
         self.norms, self.odd, self.marks = {}, {}, []
 
         def reduced(bucket: Bucket) -> None:
@@ -132,7 +136,7 @@ class Release:
         self.marks.append(("UPDATE", start, self.clock.mark()))
 
     def take_back(self) -> None:
-        """Undo the last pass: drop its update, if the pass made one."""
+        """Undo the last pass: discard its update, if the pass made one."""
         if self.asked is not None and self.asked.factor is not None:
             self.state.drop_update()
         self.asked, self.norms = None, {}

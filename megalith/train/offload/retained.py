@@ -1,4 +1,4 @@
-"""Tiers for the activations that blocks keep for their backward (`plan.retain`): the host's memory, or a file on its disk."""
+"""Tiers that hold the saved activations of blocks until their backward (`plan.retain`): the host's memory, or a file on the host's disk."""
 
 import errno
 import os
@@ -21,19 +21,20 @@ from megalith.spec.state import Place
 from megalith.train.offload.slot_file import StateFileError, move_all
 
 BEHIND = 2
-"""Blocks whose activations may be in transfer to the tier. A further one waits for the oldest transfer, which limits device memory."""
+"""The number of blocks whose activations may be in transfer to a tier at once. The next block waits for the oldest transfer, so that device
+memory is limited."""
 
 
 class TierUsage:
-    """Bytes in a tier: the current number and the peak."""
+    """The current and the peak number of bytes in a tier."""
 
     def __init__(self) -> None:
         self.held = self.most = 0
         self.observe: Callable[[Tensor], None] = lambda tensor: None
-        """Called with each offloaded tensor in the host's memory, if given."""
+        """Called with each offloaded tensor in the host's memory."""
 
     def hold(self, owner: object, size: int) -> None:
-        """Count bytes as long as `owner` lives."""
+        """Count `size` bytes as long as `owner` lives."""
         self.held += size
         self.most = max(self.most, self.held)
         weakref.finalize(owner, self._release, size)
@@ -43,7 +44,7 @@ class TierUsage:
 
 
 class CompletedFetch:
-    """Retained memory that is still on the device."""
+    """A finished transfer of retained memory to the device."""
 
     def __init__(self, memory: Tensor) -> None:
         self._memory = memory
@@ -53,7 +54,7 @@ class CompletedFetch:
 
 
 class HostCopy:
-    """A retained copy in the host's memory, in a run on the CPU."""
+    """A copy of retained memory on the host, in a run on the CPU."""
 
     def __init__(self, memory: Tensor, counted: TierUsage) -> None:
         self._content = memory.clone()
@@ -65,7 +66,8 @@ class HostCopy:
 
 
 class HostMemory:
-    """The host's memory as a tier of a run on the CPU. It copies to separate memory, so order, bytes and bits are those of a GPU."""
+    """The host's memory as a tier, for runs on the CPU. The tier makes real copies, so the order of operations, the byte counts and the
+    bits are the same as on a GPU."""
 
     def __init__(self) -> None:
         self.counted = TierUsage()
@@ -75,7 +77,7 @@ class HostMemory:
 
 
 class PinnedFetch:
-    """Retained memory that a separate CUDA stream copies back to the GPU."""
+    """A transfer of retained memory back to the GPU, in a separate CUDA stream."""
 
     def __init__(self, memory: Tensor, event: Any) -> None:
         self._memory, self._event = memory, event
@@ -88,7 +90,7 @@ class PinnedFetch:
 
 
 class PinnedCopy:
-    """A retained copy in pinned host memory, which torch's allocator reuses."""
+    """A copy of retained memory in pinned host memory, which torch's allocator reuses."""
 
     def __init__(self, memory: Tensor, tier: "PinnedMemory") -> None:
         self._tier, self._device = tier, memory.device
@@ -109,7 +111,7 @@ class PinnedCopy:
 
 
 class PinnedMemory:
-    """The host's memory as a tier of a run on a GPU. One stream copies to the host and another one back, both overlapped with the
+    """The host's memory as a tier, for runs on a GPU. One CUDA stream copies to the host and another one copies back; both overlap with the
     computation."""
 
     def __init__(self, device: torch.device) -> None:
@@ -128,7 +130,7 @@ class PinnedMemory:
 
 
 class DiskFetch:
-    """Retained memory that a thread reads back from the disk."""
+    """A transfer of retained memory back from the disk, by a thread."""
 
     def __init__(self, read: "Future[Tensor]", device: torch.device) -> None:
         self._read, self._device = read, device
@@ -138,7 +140,7 @@ class DiskFetch:
 
 
 class DiskCopy:
-    """A retained copy in a tier's file."""
+    """A copy of retained memory in a tier's file."""
 
     def __init__(self, memory: Tensor, tier: "DiskFile") -> None:
         self._tier, self._device, self._like = tier, memory.device, torch.empty_like(memory, device="meta")
@@ -158,7 +160,7 @@ class DiskCopy:
 
 
 class DiskFile:
-    """An unnamed file as a tier. One thread writes the file and another one reads it, both overlapped with the computation. Raises
+    """An unnamed file as a tier. One thread writes the file and another one reads it; both overlap with the computation. Raises
     StateFileError."""
 
     def __init__(self, folder: Path) -> None:
@@ -169,8 +171,8 @@ class DiskFile:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = tempfile.TemporaryFile(dir=folder, buffering=0)
         except OSError as error:
-            words = f"plan.retain: no file can be made in {folder} ({error.strerror})"
-            raise StateFileError(error.errno, f"{words}. Name another folder by plan.retain.folder") from error
+            words = f"plan.retain: no file can be created in {folder} ({error.strerror})"
+            raise StateFileError(error.errno, f"{words}. Set plan.retain.folder to another folder") from error
         weakref.finalize(self, self._file.close)
         self._end = 0
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # by size: steps are alike, so each place is used again
@@ -185,8 +187,8 @@ class DiskFile:
         return copies
 
     def reserve(self, owner: object, size: int) -> int:
-        """Return the first byte of a place in the file, reserved for `owner` as long as that object lives. One thread writes in order,
-        so a later owner's content is also written later."""
+        """Reserve `size` bytes of the file for `owner`, as long as that object lives; return the first byte. Bytes may be reused before
+        their old content is written, because one thread writes in the order of the calls."""
         if free := self._free[size]:
             start = free.pop()
         else:
@@ -195,35 +197,40 @@ class DiskFile:
         return start
 
     def write(self, start: int, content: Tensor) -> int:
-        """Write a tensor, and return its checksum, the sum of its words."""
+        """Write a tensor, and return its checksum: the sum of its words."""
         octets = content.view(torch.uint8).numpy()
         try:
             if move_all(os.pwritev, self._file.fileno(), octets, start) < len(octets):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             words = f"plan.retain: {len(octets):,} bytes cannot be written in {self.folder} ({error.strerror})"
-            way_out = "Make room there, or name a folder on another disk by plan.retain.folder"
+            way_out = "Make room there, or set plan.retain.folder to a folder on another disk"
             raise StateFileError(error.errno, f"{words}. {way_out}") from error
         return words_of(octets)
 
     def read(self, start: int, content: Tensor, known: int) -> None:
-        """Read a tensor's content, which begins at byte `start`; `known` is its checksum when it was written."""
-        octets, failed = content.view(torch.uint8).numpy(), f"plan.retain: {content.nbytes:,} bytes in {self.folder}"
-        way_out = "The run resumes from its newest checkpoint. If this error recurs, name a folder on another disk by plan.retain.folder"
+        """Read a tensor's content, which begins at byte `start`. `known`: the checksum of the written content."""
+        octets, failed = content.view(torch.uint8).numpy(), f"plan.retain: {content.nbytes:,} bytes"
+        way_out = (
+            "The run resumes from its newest checkpoint. If this error recurs, set plan.retain.folder to a folder on another disk"
+        )
         try:
             moved = move_all(os.preadv, self._file.fileno(), octets, start)
         except OSError as error:
-            raise StateFileError(error.errno, f"{failed} cannot be read back ({error.strerror}). {way_out}") from error
+            raise StateFileError(
+                error.errno, f"{failed} in {self.folder} cannot be read back ({error.strerror}). {way_out}"
+            ) from error
         if moved < len(octets) or words_of(octets) != known:
-            raise StateFileError(errno.EIO, f"{failed} differ from what was written: the disk altered them. {way_out}")
+            failed += f" in {self.folder} differ from what was written: the disk altered them"
+            raise StateFileError(errno.EIO, f"{failed}. {way_out}")
 
 
 AnyTier = HostMemory | PinnedMemory | DiskFile
 
 
 def tiers_of(retain: RetainSpec, device: torch.device, folder: Path | None) -> dict[Place, AnyTier]:
-    """Return the tier of each place where a run's tensors wait. `folder`: for the file if the run names none; None: that for temporary
-    files. A dry run counts bytes, and has no file. Raises StateFileError."""
+    """Return the tier of each place for retained activations of a run. `folder`: the folder for the file if the run names none; None: the
+    folder for temporary files. A dry run only counts bytes, and creates no file. Raises StateFileError."""
     return {place: _tier(place, retain, device, folder) for place in retain.places}
 
 

@@ -1,5 +1,5 @@
-"""A safetensors file with one slot of each chunk. Its I/O bypasses the page cache, and the file has no name until a checkpoint links
-it."""
+"""A safetensors file that holds one slot of every chunk of a rank's state. Its I/O bypasses the page cache, and the file has no name until
+a checkpoint links it."""
 
 import errno
 import json
@@ -18,15 +18,16 @@ from megalith.checkpoint.digests import FileDigest, text, words_of
 from megalith.fleet.exit_codes import ExitCode
 
 PAGE = 4096
-"""Alignment of direct I/O in bytes: at least the sector size of common disks."""
-FREE = "Make room there, or name a folder on another disk by plan.state.folder"
-BACK = "The run resumes from its newest checkpoint. If this error recurs, name a folder on another disk by plan.state.folder"
+"""Alignment in bytes for I/O that bypasses the page cache: at least the sector size of common disks."""
+FREE = "Make room there, or set plan.state.folder to a folder on another disk"
+BACK = "The run resumes from its newest checkpoint. If this error recurs, set plan.state.folder to a folder on another disk"
 NO_NAMELESS = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT)
-"""Error numbers from file systems and kernels that lack O_TMPFILE."""
+"""The error numbers of open() on file systems and kernels without O_TMPFILE."""
 
 
 class StateFileError(OSError):
-    """The file with a rank's state cannot be read or written, or does not hold what was written. The newest checkpoint is intact."""
+    """The file with a rank's state cannot be read or written, or its content differs from the written content. The newest checkpoint is
+    intact."""
 
     exit_code = ExitCode.LOST
 
@@ -44,7 +45,7 @@ def memory_of(size: int) -> Tensor:
 
 
 def tensor_name(chunk: int, segment: int) -> str:
-    """Return the name of a segment in the file's header."""
+    """Return the name of a chunk's segment in the file's header."""
     return f"{chunk}.{segment}"
 
 
@@ -52,24 +53,23 @@ class Layout:
     """The layout of chunks in a file. Each segment fills whole pages, and the file's header describes it as a tensor of bytes."""
 
     def __init__(self, chunks: Sequence[tuple[str, Sequence[int]]]) -> None:
-        """`chunks`: the name of each chunk and the bytes of its segments."""
+        """`chunks`: for each chunk, its name and the size of each of its segments in bytes."""
         self.names = [name for name, _ in chunks]
         self.segments = [tuple(sizes) for _, sizes in chunks]
         self.rooms = [sum(map(padded, sizes)) for sizes in self.segments]
         self.header = self._header()
         self.starts = [*accumulate(self.rooms, initial=len(self.header))][:-1]
         self.payload = sum(map(sum, self.segments))
-        """Bytes of all segments, without the padding of their last pages."""
+        """The bytes of all segments, without the padding at their ends."""
         self.bytes = len(self.header) + sum(self.rooms)
         """Bytes of a file."""
 
     def spans(self, chunk: int) -> list[slice]:
-        """Return the first and past-the-last byte of each segment in its chunk."""
+        """Return the range of bytes of each segment within its chunk."""
         ends = [*accumulate(map(padded, self.segments[chunk]), initial=0)]
         return [slice(start, end) for start, end in pairwise(ends)]
 
     def _header(self) -> bytes:
-        """Return the header of the safetensors file, padded with spaces so that the first chunk begins at a page boundary."""
         fields, end = dict[str, Any](), 0
         for chunk, sizes in enumerate(self.segments):
             for segment, size in enumerate(sizes):
@@ -81,10 +81,10 @@ class Layout:
 
 
 class SlotFile:
-    """A file with one slot of all chunks. Raises OSError if they have no room."""
+    """A file that holds one slot of every chunk. Raises OSError if the disk has no room for it."""
 
     def __init__(self, path: Path, layout: Layout) -> None:
-        """`path`: names the file in messages only; no file has this name."""
+        """`path`: the file's name in messages; the file itself has no name."""
         self.path, self.layout = path, layout
         self._sums: dict[int, tuple[int, ...]] = {}  # of the segments of each chunk that was written
         self.descriptor = _new(path, layout.header)
@@ -121,7 +121,7 @@ class SlotFile:
         return self
 
     def sum_of(self, chunk: int) -> int:
-        """The checksum of a chunk: the sum of its 64-bit words, not yet modulo 2^64."""
+        """Return the checksum of a chunk: the sum of its 64-bit words, not reduced modulo 2^64."""
         return sum(self._sums.get(chunk, ()))
 
     def sync(self) -> None:
@@ -141,7 +141,8 @@ class SlotFile:
         return self.layout.payload
 
     def link(self, path: Path) -> FileDigest:
-        """Name the file `path`. Raises OSError if `path` is on another file system, or if this one cannot name an unnamed file."""
+        """Name the file `path`. Raises OSError if `path` is on another file system, or if the file system cannot give a name to an unnamed
+        file."""
         os.fsync(self.descriptor)
         folder = os.open(path.parent, os.O_RDONLY)
         try:  # with a folder to start from, or Python would link the link in /proc rather than what it leads to
@@ -157,14 +158,13 @@ class SlotFile:
         return f"plan.state: chunk {chunk} of {self.path} ({self.layout.names[chunk]})"
 
     def _move(self, call: Callable[..., int], octets: "np.ndarray[Any, Any]", chunk: int, start: int) -> None:
-        """Read or write all of `octets` at byte `start` of a chunk."""
         try:
             moved = move_all(call, self.descriptor, octets, self.layout.starts[chunk] + start)
         except OSError as error:
             raise self._failed(error, self._said(chunk)) from error
         if moved < len(octets):
             raise StateFileError(
-                errno.EIO, f"{self._said(chunk)} ends early: the file was truncated. It belongs to this run alone"
+                errno.EIO, f"{self._said(chunk)} ends early, so the file was truncated. No program except this run may change it"
             )
 
     def _failed(self, error: OSError, what: str) -> StateFileError:
@@ -173,8 +173,8 @@ class SlotFile:
 
 
 def move_all(call: Callable[..., int], file: int, octets: "np.ndarray[Any, Any]", start: int) -> int:
-    """Read or write all of `octets` at byte `start` of a file, as one call may transfer fewer. Return the bytes transferred: fewer
-    where the file ends."""
+    """Read or write all of `octets` at byte `start` of a file, with several calls if needed. Return the number of bytes transferred, which
+    is smaller if the file ends first."""
     memory, done = octets.data, 0
     while done < len(memory) and (moved := call(file, [memory[done:]], start + done)):
         done += moved
@@ -182,7 +182,6 @@ def move_all(call: Callable[..., int], file: int, octets: "np.ndarray[Any, Any]"
 
 
 def _new(path: Path, header: bytes) -> int:
-    """Open a new file and write its header. I/O bypasses the page cache if possible."""
     page = memory_of(len(header)).numpy()
     page[:] = np.frombuffer(header, dtype=np.uint8)
     try:
@@ -205,7 +204,7 @@ def _opened(path: Path, flags: int, page: "np.ndarray[Any, Any]") -> int:
 
 
 def _nameless(path: Path, flags: int) -> int:
-    """Open an unnamed file that can be named later. If the file system does not support that, open a file and remove its name;
+    """Open an unnamed file that can get a name later. If the file system does not support this, open a named file and remove the name;
     checkpoints then copy the file."""
     try:
         return os.open(path.parent, flags | os.O_TMPFILE, 0o666)

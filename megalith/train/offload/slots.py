@@ -1,8 +1,8 @@
 """Chunks of bytes on disk, each in two slots: a write goes to the unused slot, and becomes valid once everything is synced.
 
-So if an update stops halfway or turns out to be wrong, the state from before it is complete in the other slots. A slot of all chunks is
-one file. The file belongs to one process and has no name, so it disappears however the process ends, unless a checkpoint has named it.
-A file that a checkpoint holds is never written again: a new file takes its place.
+So if an update stops halfway or turns out to be wrong, the other slots still hold the complete state from before the update. One file holds
+one slot of every chunk. The file belongs to one process and has no name, so it disappears when the process ends, unless a checkpoint has
+given it a name. A file that a checkpoint holds is never written again; a new file replaces it.
 """
 
 import os
@@ -17,12 +17,13 @@ from megalith.train.offload.slot_file import FREE, Layout, SlotFile, StateFileEr
 
 
 class Slots:
-    """One rank's chunks. A chunk is a row of segments, which are read one at a time or all at once. Raises StateFileError if the disk
-    has no room for two slots: both are reserved now, so that no step finds the disk full.
+    """The chunks of one rank. A chunk consists of segments, which are read one at a time or all at once. The room for two slots is reserved
+    here, so that the disk cannot be full in a later step. Raises StateFileError if the disk has too little room.
     """
 
     def __init__(self, path: Path, chunks: Sequence[tuple[str, Sequence[int]]], *, dry: bool = False) -> None:
-        """`chunks`: the name of each chunk and the bytes of its segments. `dry`: in a dry run, no file is written or read."""
+        """`chunks`: for each chunk, its name and the size of each of its segments in bytes. `dry`: this is a dry run, so no file is written
+        or read."""
         self.path, self.dry, self.layout = path, dry, Layout(chunks)
         self._pair: list[SlotFile] = [] if dry else [self._make(), self._make()]  # the files that may be written
         self._used = dict.fromkeys(range(len(chunks)), self._pair[0]) if self._pair else {}  # the file that counts, of each chunk
@@ -32,8 +33,8 @@ class Slots:
 
     @property
     def bytes(self) -> int:
-        """Return the maximum bytes of this process's files, without older checkpoints: two slots, and a third that replaces a slot
-        which the newest checkpoint uses."""
+        """The maximum size in bytes of this process's files, not counting files of older checkpoints: two slots, and a third that replaces
+        a slot in use by the newest checkpoint."""
         return DISK_SLOTS * self.layout.bytes
 
     def _make(self) -> SlotFile:
@@ -43,13 +44,13 @@ class Slots:
         except OSError as error:
             free = _free(self.path.parent)
             needs = f"plan.state: the optimizer's state needs another file of {self.layout.bytes:,} bytes in {self.path.parent}"
-            text = f"{needs} ({error.strerror}; {free:,} are free). {FREE}"
+            text = f"{needs} ({error.strerror}; {free:,} bytes are free). {FREE}"
             raise StateFileError(error.errno, text) from error
 
     # --- what an update does ---
 
     def read(self, chunk: int, into: Tensor, segment: int | None = None) -> None:
-        """Read a chunk, or one of its segments, into memory of its padded size. What was never written is zeros.
+        """Read a chunk, or one of its segments, into memory of its padded size. Bytes that were never written are zeros.
 
         Raises StateFileError if the content differs from what was written.
         """
@@ -57,7 +58,7 @@ class Slots:
             self._fresh.get(chunk, self._used[chunk]).read(chunk, into, segment)
 
     def write(self, chunk: int, body: Tensor, *, counts: bool = False) -> None:
-        """Write a chunk into the unused slot. `counts`: the slot is valid at once, for a write that is never undone."""
+        """Write a chunk into its unused slot. `counts`: the slot is valid at once, and the write cannot be undone."""
         if self.dry:
             return
         used = self._used[chunk]
@@ -81,22 +82,22 @@ class Slots:
         self._fresh = {}
 
     def undo(self) -> None:
-        """Make those chunks valid again that were valid before the last `settle`."""
+        """Undo the last `settle`: make the slots valid again that it replaced."""
         self._used |= self._before
         self._before, self._fresh = {}, {}
 
     @property
     def sum(self) -> int:
-        """The sum of all valid 64-bit words, modulo 2^64."""
+        """The sum of all 64-bit words in valid slots, modulo 2^64."""
         return sum(file.sum_of(chunk) for chunk, file in self._used.items()) % WORDS
 
     # --- what a checkpoint does ---
 
     def hold(self) -> SlotFile | None:
-        """Return the file that holds all valid chunks. From now on this file is never written, and `undo` cannot restore an older
-        state. Its room is reserved now, so that no step finds the disk full.
+        """Return the file that holds all valid chunks. The returned file is never written again, and `undo` cannot restore an older state.
+        Room for a new file is reserved at once, so that the disk cannot be full in a later step.
 
-        None if a replacement has no room, or during an update.
+        Return None if the disk has no room for a new file, or if an update is in progress.
         """
         files = {*self._used.values()}
         if self._fresh or len(files) != 1 or self._full:
@@ -112,7 +113,7 @@ class Slots:
         return held
 
     def close(self) -> None:
-        """Close the files. An unnamed file disappears once no process has it open."""
+        """Close the files. A file without a name disappears once no process has it open."""
         self._pair, self._used, self._fresh, self._before, self.dry = [], {}, {}, {}, True
 
 

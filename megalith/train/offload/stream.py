@@ -1,4 +1,4 @@
-"""Streaming of chunks on disk through a few buffers: while one chunk is updated, the next ones are read and changed ones are
+"""Streams chunks on disk through a few buffers in memory: while one chunk is updated, the next chunks are read and updated chunks are
 written."""
 
 from collections import deque
@@ -12,12 +12,10 @@ from megalith.train.offload.slot_file import memory_of
 from megalith.train.offload.slots import Slots
 
 BUFFERS = 3
-"""Number of buffers: one is read into, one updated, one written."""
+"""Number of buffers: one for the chunk that is read, one for the chunk that is updated, one for the chunk that is written."""
 
 
 class _Moving(NamedTuple):
-    """A chunk in transfer between its buffer and its file."""
-
     chunk: int
     buffer: Tensor
     done: "Future[None]"
@@ -34,8 +32,8 @@ class Stream:
         self._reader, self._writer = (ThreadPoolExecutor(1, thread_name_prefix=f"state-{what}") for what in ("read", "write"))
 
     def over(self, chunks: Sequence[int], *, counts: bool | None = False) -> Iterator[tuple[int, Tensor]]:
-        """Yield each chunk with its bytes, and write them back when the caller asks for the next chunk. `counts`: see `Slots.write`;
-        None: write no chunk back. Raises StateFileError."""
+        """Yield each chunk with its content, and write the content back when the caller requests the next chunk. `counts`: see
+        `Slots.write`; None: no chunk is written back. Raises StateFileError."""
         if self.slots.dry:
             yield from ((chunk, self.buffers[0]) for chunk in chunks)
             return
@@ -72,6 +70,5 @@ class Stream:
 
 
 def _finished(moving: _Moving) -> Tensor:
-    """Return the buffer once no thread reads or writes it. Raises the error of a transfer that failed."""
     moving.done.result()
     return moving.buffer

@@ -12,7 +12,7 @@ from megalith.train.optimizers.global_tensors import GlobalSum, GlobalTensors, s
 from megalith.train.optimizers.rule import Part, opened
 
 DECAY = 0.8
-"""At update t (from 1), second moments decay by the factor 1 - t^-DECAY (section 7.2)."""
+"""In update t (counted from 1), second moments are multiplied by 1 - t^-DECAY (section 7.2)."""
 MIN_SQUARE = 1e-30
 """Added to squares of gradients: epsilon 1 of Algorithms 4 and 5."""
 MIN_SIZE = 1e-3
@@ -22,23 +22,24 @@ MAXIMUM = 1.0
 
 
 class _Seen(NamedTuple):
-    """Statistics over the whole matrices of a share."""
+    """Statistics of a parameter's matrices, over all ranks, for this rank's share."""
 
     rows: Tensor
-    """Means of the squared gradient over each of the share's rows."""
+    """The mean of the squared gradient for each row of the share."""
     columns: Tensor
-    """Means over each of the share's columns."""
+    """The mean of the squared gradient for each column of the share."""
     mean: Tensor
-    """Mean of the updated row moments of each matrix."""
+    """The mean of the updated row moments for each matrix."""
     size: Tensor | None
-    """Root mean squares of the weights, for relative steps."""
+    """The root mean square of the weights of each matrix, for `relative_step`."""
 
 
 class Adafactor:
-    """Algorithms 4 and 5 without a first moment: factored second moments, and updates clipped by their root mean square.
+    """Adafactor without a first moment (Algorithms 4 and 5): second moments are factored, and updates are clipped by their root mean
+    square.
 
-    Each expert is a matrix of its own. The run's schedule gives the learning rate. `relative_step` bounds the rate by 1 / sqrt(update)
-    and multiplies it by the root mean square of each matrix (Algorithm 5, line 5). Weight decay is decoupled.
+    Each expert is a matrix of its own. The run's schedule gives the learning rate. `relative_step` bounds the rate by 1 / sqrt(update) and
+    multiplies it by the root mean square of each matrix (Algorithm 5, line 5). Weight decay is decoupled.
     """
 
     def __init__(self, spec: OptimizerSpec, whole: GlobalTensors) -> None:
@@ -47,7 +48,8 @@ class Adafactor:
     def update(self, parts: Sequence[Part], *, number: int, lr: float) -> None:
         """Update the weights and the moments of rows and columns.
 
-        Directions are computed once for their norms and again for the update, so that only one direction is in memory at a time.
+        Update directions are computed twice, once for their norms and once for the update, so that only one direction is in memory at a
+        time.
         """
         fresh = float(number + 1) ** -DECAY
         seen = self._seen(parts, fresh)
@@ -67,7 +69,6 @@ class Adafactor:
             part.weight.add_(direction.mul_(factor[..., None, None] if direction.dim() >= 2 else factor), alpha=-rate)
 
     def _seen(self, parts: Sequence[Part], fresh: float) -> dict[str, _Seen]:
-        """Compute the statistics for an update's denominator, over the whole matrices of all parts, in one message."""
         sums = [each for part in opened(parts) for each in self._partial(part)]
         totals = iter(self.whole.add_up(sums))
         found = {}
@@ -84,7 +85,7 @@ class Adafactor:
         return found
 
     def _partial(self, part: Part) -> list[GlobalSum]:
-        """This rank's terms of the sums over a parameter, in the order in which `_seen` reads them."""
+        """Return this rank's terms of the sums over a parameter, in the order in which `_seen` reads the sums."""
         cut = self.whole.cuts[part.name]
         found = [squares(part.name, part.weight, cut)] if self.spec.relative_step else []
         if part.weight.dim() < 2:
@@ -102,12 +103,10 @@ class Adafactor:
         ]
 
     def _numel(self, part: Part) -> int:
-        """Return the number of elements of one matrix of the parameter, or of a vector."""
         return torch.Size(self.whole.cuts[part.name].shape[-2:]).numel()
 
 
 def _remember(part: Part, seen: _Seen, fresh: float) -> None:
-    """Update the second moments."""
     row, column = part.slots["moments.row"], part.slots["moments.column"]
     if part.weight.dim() < 2:  # not factored: the row is the whole second moment
         row.mul_(1 - fresh).add_(part.gradient.square().add_(MIN_SQUARE), alpha=fresh)
@@ -117,7 +116,6 @@ def _remember(part: Part, seen: _Seen, fresh: float) -> None:
 
 
 def _direction(part: Part, seen: _Seen) -> Tensor:
-    """Return the gradient divided by the square root of its second moments."""
     row, column = part.slots["moments.row"], part.slots["moments.column"]
     if part.weight.dim() < 2:
         return part.gradient * row.rsqrt()

@@ -11,7 +11,7 @@ from megalith.train.optimizers.rule import Part, alike, together
 
 
 class AdamW:
-    """Decoupled weight decay."""
+    """AdamW with decoupled weight decay."""
 
     def __init__(self, spec: OptimizerSpec, whole: GlobalTensors) -> None:
         self.spec = spec

@@ -1,4 +1,4 @@
-"""An update rule's access to whole tensors that are sharded over ranks: sums over whole tensors, in one message, under every plan."""
+"""Gives update rules sums over whole tensors that are sharded over ranks, under every plan, with one all-reduce."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,16 +23,17 @@ class Cut(NamedTuple):
     offset: tuple[int, ...]
     sizes: tuple[int, ...]
     counted: bool = True
-    """True on the first of the ranks that hold the same share; only this rank contributes to a sum over ranks."""
+    """True on the first of the ranks that hold the same share. Only this rank contributes the share to a sum over ranks."""
 
     @property
     def first_column(self) -> bool:
-        """True if the share begins at the whole parameter's first column: then it is the first of the shares with the same rows."""
+        """True if the share begins at the whole parameter's first column, as exactly one of the shares with the same rows does."""
         return not self.offset or self.offset[-1] == 0
 
 
 class GlobalSum(NamedTuple):
-    """This rank's term of a sum: `value` lies at `offset` of a tensor of `shape`, to which other ranks add their terms."""
+    """This rank's term of a sum over ranks. The sum is a tensor of `shape`, and this rank adds `value` to the box that begins at
+    `offset`."""
 
     name: str
     """The name of the parameter."""
@@ -40,28 +41,28 @@ class GlobalSum(NamedTuple):
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     counts: bool = True
-    """False: this rank adds nothing, because another rank adds the same value."""
+    """False: this rank does not add its value, because another rank adds the same value."""
 
 
 @dataclass(frozen=True)
 class GlobalTensors:
-    """The ranks that hold shares of the same parameters. `cuts`: the cut of each parameter of this rank."""
+    """Computes sums over the whole tensors of which this rank holds shares. `cuts`: the location of this rank's share of each parameter."""
 
     cuts: Mapping[str, Cut]
     held: Mapping[str, Tensor]
-    """The parameters as sharded tensors, including their layout."""
+    """The parameters as sharded tensors (DTensors), which describe the layout of the shares."""
     described: Mapping[str, Parameter] = field(default_factory=dict)
     """The model's description of its parameters, for rules that split a parameter into matrices."""
     groups: Groups | None = None
-    """None: this process holds every parameter whole."""
+    """The process groups; None: this process holds every parameter whole."""
     tied: frozenset[str] = frozenset()
-    """Parameters that both ends of the pipeline hold. Each end computes its own update, and the two updates must be equal."""
+    """Names of parameters that both ends of the pipeline hold. Each end computes its own update, and the two updates must be equal."""
 
     @classmethod
     def of(
         cls, parameters: Mapping[str, nn.Parameter], described: Mapping[str, Parameter], shared: SharedParameters, groups: Groups
     ) -> "GlobalTensors":
-        """Inspect this rank's shares. `described`: by names in the whole model."""
+        """Build the object from this rank's shares. `described`: the description of each parameter, by its name in the whole model."""
         first = {name for name, p in parameters.items() if not isinstance(p, DTensor)}
         first.update(counted(parameters, SharedParameters(shared.partial, ()), groups))
         cuts = {name: _cut(name, parameter, name in first) for name, parameter in parameters.items()}
@@ -69,13 +70,13 @@ class GlobalTensors:
 
     @classmethod
     def alone(cls, parameters: Mapping[str, Tensor], described: Mapping[str, Parameter] | None = None) -> "GlobalTensors":
-        """Return the view for one process that holds whole parameters."""
+        """Build the object for one process that holds all parameters whole."""
         cuts = {name: Cut(tuple(p.shape), (0,) * p.dim(), tuple(p.shape)) for name, p in parameters.items()}
         return cls(cuts, parameters, described or {})
 
     def add_up(self, parts: Sequence[GlobalSum]) -> list[Tensor]:
-        """For each part, return its box of the sum over all ranks, in fp64. One all-reduce computes all sums; ranks of a pipeline place
-        call it together, with the same names and shapes in the same order."""
+        """For each term, return the term's box of the sum over all ranks, in fp64. One all-reduce computes all sums. The ranks of a
+        pipeline place call this together, with the same names and shapes in the same order."""
         if self.groups is None or self.groups.place.size() == 1 or not parts:
             return [part.value.double() for part in parts]
         sizes = [max(1, torch.Size(part.shape).numel()) for part in parts]
@@ -89,7 +90,6 @@ class GlobalTensors:
         return boxes
 
     def _agree(self, boxes: list[Tensor]) -> None:
-        """Give both ends of the pipeline bitwise equal sums for shared parameters."""
         if boxes and self.groups is not None and self.groups.ends.size() > 1:
             packed = torch.cat([box.flatten() for box in boxes])
             dist.all_reduce(packed, group=self.groups.ends)
@@ -98,7 +98,8 @@ class GlobalTensors:
 
 
 def squares(name: str, tensor: Tensor, cut: Cut) -> GlobalSum:
-    """Return this share's terms of the sum of squares of each matrix, or of a vector, in fp64. Each expert is a matrix of its own."""
+    """Return this share's terms for the sums of squares of the parameter's matrices (or of the vector), in fp64. Each expert is a matrix of
+    its own."""
     dims = tuple(range(max(0, tensor.dim() - 2), tensor.dim()))
     total = torch.linalg.vector_norm(tensor, dim=dims or None, dtype=torch.float64).square_()
     return GlobalSum(name, total, cut.shape[:-2], cut.offset[:-2], cut.counted)
@@ -114,7 +115,6 @@ def _cut(name: str, parameter: nn.Parameter, first: bool) -> Cut:
 
 
 def _box(flat: Tensor, part: GlobalSum) -> Tensor:
-    """Return the part's box in a flat tensor that has the whole shape."""
     found = flat.view(part.shape)
     for dim, (start, size) in enumerate(zip(part.offset, part.value.shape, strict=True)):
         found = found.narrow(dim, start, size)

@@ -1,4 +1,5 @@
-"""Homes of matrices: one rank, the home, gathers each whole matrix for its update. Shares and results take one message each way."""
+"""Gathers each sharded matrix on one rank, the matrix's home, which computes the update. All shares are sent in one exchange, and all
+results in another."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from megalith.parallel.groups import ranks_in, wait_for
 from megalith.train.optimizers.global_tensors import GlobalTensors
 
 Box: TypeAlias = tuple[slice, slice]
-"""Rows and columns of a matrix."""
+"""A range of rows and a range of columns of a matrix."""
 
 
 class Item(NamedTuple):
@@ -28,22 +29,22 @@ class Item(NamedTuple):
 
     @property
     def work(self) -> int:
-        """Cost of orthogonalising the matrix, up to a constant factor."""
+        """The cost of orthogonalising the matrix, up to a constant factor."""
         return max(self.shape) * min(self.shape) ** 2
 
 
 @dataclass(frozen=True)
 class MatrixHome:
-    """A matrix and the ranks that handle it, as indices in the pipeline place."""
+    """A matrix, its home, and the ranks that hold parts of it. Ranks are numbered within the pipeline place."""
 
     item: Item
     home: int
     held: dict[int, Box]
-    """The ranks in one copy of the state that hold a part of the matrix, and these parts."""
+    """The parts of the matrix, by the rank that holds them, for one copy of the state."""
 
     @cached_property
     def senders(self) -> dict[int, Box]:
-        """One sender for each part: the home if it holds the part, else the first holder."""
+        """The rank that sends each part to the home: the home itself if it holds the part, else the first rank that does."""
         found: dict[tuple[int, ...], int] = {}
         for rank, box in self.held.items():
             key = tuple(edge for side in box for edge in (side.start, side.stop))
@@ -53,8 +54,9 @@ class MatrixHome:
 
 
 def share_out(items: Iterable[tuple[Item, Sequence[int]]], loads: dict[int, float]) -> dict[Item, int]:
-    """Return the home of each matrix: in order of decreasing cost, each goes to its candidate with the least work so far. `loads`: the
-    work that each rank already has, updated in place. Ties go to the first candidate. (Graham 1969: at most a third above the optimum.)
+    """Return the home of each matrix. In the order of decreasing cost, each matrix is assigned to the candidate rank with the least work so
+    far; of equal candidates, to the first one. `loads`: the work that each rank already has, updated in place. The largest load is at most
+    a third above the optimum (Graham 1969).
     """
     homes: dict[Item, int] = {}
     for item, candidates in sorted(items, key=lambda each: -each[0].work):  # a stable sort: the same on every rank
@@ -64,8 +66,8 @@ def share_out(items: Iterable[tuple[Item, Sequence[int]]], loads: dict[int, floa
 
 
 def homes_of(whole: GlobalTensors, names: Sequence[str]) -> list[MatrixHome]:
-    """Assign homes to the matrices of some of this rank's parameters, among the ranks of its own copy of the state. Every copy assigns
-    the same homes. No message is needed, because each rank can compute the shares of all ranks.
+    """Assign a home to each matrix of the parameters `names`, among the ranks that hold the same copy of the state as this rank. All copies
+    assign homes in the same way. No message is needed, because each rank knows which shares the other ranks hold.
     """
     if whole.groups is None:
         return [MatrixHome(item, 0, {0: box}) for name in names for item, box in _items(name, whole.cuts[name].shape, None)]
@@ -84,7 +86,8 @@ def homes_of(whole: GlobalTensors, names: Sequence[str]) -> list[MatrixHome]:
 
 
 def _items(name: str, shape: Sequence[int], part: tuple[Sequence[int], Sequence[int]] | None) -> list[tuple[Item, Box]]:
-    """Return the matrices of a parameter that overlap a box (offset and sizes; None: the whole parameter), and the overlaps."""
+    """Return the matrices of a parameter that overlap the box `part` (offset and sizes; None: the whole parameter), and the overlap with
+    each."""
     offset, sizes = part or ((0,) * len(shape), shape)
     if not prod(sizes):
         return []
@@ -96,7 +99,7 @@ def _items(name: str, shape: Sequence[int], part: tuple[Sequence[int], Sequence[
 
 
 class _View:
-    """The ranks of a pipeline place in one of the two meshes of state."""
+    """The ranks of a pipeline place, arranged as in the mesh of dense state or in the mesh of experts."""
 
     def __init__(self, whole: GlobalTensors, role: str) -> None:
         groups = whole.groups
@@ -104,18 +107,16 @@ class _View:
         place = groups.mesh.expert_coordinates if role == "experts" else groups.mesh.state_coordinates
         world = ranks_in(groups.world, groups.place)
         self.everyone = {number: tuple(place(rank).values())[1:] for number, rank in enumerate(world)}
-        """Mesh coordinates of each rank of the pipeline place: first its copy of the state."""
+        """The mesh coordinates of each rank of the pipeline place; the first coordinate is the number of the copy of the state."""
         copy = self.everyone[world.index(groups.rank)][0]
         self.ranks = {rank: stand for rank, stand in self.everyone.items() if stand[0] == copy}
         """The ranks that hold the same copy of the state as this rank."""
         self._at = {stand[1:]: rank for rank, stand in self.ranks.items()}
 
     def twin(self, rank: int) -> int:
-        """Return this copy's counterpart of `rank`, which may be in another copy."""
         return self._at[self.everyone[rank][1:]]
 
     def holders(self, name: str, whole: GlobalTensors) -> dict[Item, dict[int, Box]]:
-        """The matrices of a parameter, and which rank holds which part of them."""
         parameter, found = whole.held[name], dict[Item, dict[int, Box]]()
         for rank, stand in self.ranks.items():
             part = box_of(name, parameter, stand) if isinstance(parameter, DTensor) else None
@@ -125,7 +126,7 @@ class _View:
 
 
 class MatrixExchange:
-    """This rank's messages: parts of matrices to their homes, and results back to all ranks that hold parts."""
+    """Sends parts of matrices to the homes of the matrices, and the results back to all ranks that hold parts."""
 
     def __init__(self, whole: GlobalTensors, placed: Sequence[MatrixHome]) -> None:
         self.whole, self.placed = whole, placed
@@ -141,8 +142,8 @@ class MatrixExchange:
         return [each for each in self.placed if each.home == self.rank]
 
     def gather(self, shares: Mapping[str, Tensor]) -> Callable[[], dict[Item, Tensor]]:
-        """Send this rank's shares of all parameters to the homes. Return a function that waits, and returns the whole matrices whose
-        home is this rank."""
+        """Start to send this rank's shares of all parameters to the homes. Return a function that waits for the exchange and returns the
+        whole matrices whose home is this rank."""
         sent = [
             [(each, box) for each in self.placed if each.home == rank and (box := each.senders.get(self.rank))]
             for rank in range(self.ranks)
@@ -163,8 +164,8 @@ class MatrixExchange:
         return wait
 
     def scatter(self, matrices: Mapping[Item, Tensor], shares: Mapping[str, Tensor]) -> None:
-        """Send the matrices whose home is this rank to all ranks that hold parts of them, and fill this rank's `shares` from all
-        homes."""
+        """Send the matrices whose home is this rank to all ranks that hold parts of them, and fill this rank's `shares` with what all homes
+        send."""
         sent = [[(each, box) for each in self.mine if (box := each.held.get(rank))] for rank in range(self.ranks)]
         received = [
             [(each, each.held[self.rank]) for each in self.placed if each.home == rank and self.rank in each.held]
@@ -179,11 +180,9 @@ class MatrixExchange:
                 target.copy_(piece.view(target.shape))
 
     def _part(self, share: Tensor, item: Item) -> Tensor:
-        """Return the part of a matrix that lies in this rank's share of the parameter."""
         return share if item.expert is None else share[item.expert - self.whole.cuts[item.name].offset[0]]
 
     def _all_to_all(self, pieces: list[list[Tensor]], sizes: list[int], like: Tensor) -> Callable[[], Sequence[Tensor]]:
-        """Send each rank its pieces; return a function that waits and returns the pieces received from each rank."""
         sent = torch.cat([like.new_empty(0), *(piece.reshape(-1) for row in pieces for piece in row)])
         leaving = [sum(piece.numel() for piece in row) for row in pieces]
         if not self.exchanges:

@@ -1,4 +1,5 @@
-"""LAMB (You et al. 2020, arXiv:1904.00962, Algorithm 2): Adam's direction, scaled by the norm of the matrix that it updates."""
+"""LAMB (You et al. 2020, arXiv:1904.00962, Algorithm 2): Adam's update direction, scaled so that the step is proportional to the norm of
+the updated matrix."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,8 +14,8 @@ from megalith.train.optimizers.rule import Part, opened
 class Lamb:
     """w <- w - lr |w| / |u| u, where u = m / (sqrt(v) + eps) + decay w, with both moments bias-corrected.
 
-    Norms are taken over whole matrices; each expert is a matrix of its own. phi is the identity. The ratio is 1 for vectors, and for a
-    matrix with a norm of 0.
+    Norms are taken over whole matrices; each expert is a matrix of its own. The paper's function phi is the identity. The ratio |w| / |u|
+    is replaced by 1 for vectors, and for a matrix if one of its norms is 0.
     """
 
     def __init__(self, spec: OptimizerSpec, whole: GlobalTensors) -> None:
@@ -37,21 +38,16 @@ class Lamb:
             part.weight.add_(direction, alpha=-lr * part.lr)
 
     def _remember(self, part: Part) -> None:
-        """Update both moments."""
         beta1, beta2 = self.spec.beta1, self.spec.beta2
         part.slots["moments.first"].mul_(beta1).add_(part.gradient, alpha=1 - beta1)
         part.slots["moments.second"].mul_(beta2).addcmul_(part.gradient, part.gradient, value=1 - beta2)
 
     def _direction(self, part: Part, number: int) -> Tensor:
-        """Return Adam's direction, including weight decay."""
         first, second = part.slots["moments.first"], part.slots["moments.second"]
         deviation = second.div(1 - self.spec.beta2 ** (number + 1)).sqrt_().add_(self.spec.eps)
         return first.div(1 - self.spec.beta1 ** (number + 1)).div_(deviation).add_(part.weight, alpha=part.weight_decay)
 
     def _ratios(self, weights: Mapping[str, GlobalSum], updates: Mapping[str, GlobalSum]) -> dict[str, Tensor]:
-        """Return |w| / |u| of each matrix of this rank's shares, by name of the parameter, in fp64. Squares are this rank's parts.
-        Directions are computed once for their norms and again for the update, so that only one direction is in memory at a time.
-        """
         norms = [total.sqrt() for total in self.whole.add_up([*weights.values(), *updates.values()])]
         pairs = zip(weights, norms[: len(weights)], norms[len(weights) :], strict=True)
         return {name: torch.where((weight > 0) & (update > 0), weight / update, 1.0) for name, weight, update in pairs}

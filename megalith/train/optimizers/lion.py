@@ -1,4 +1,4 @@
-"""Lion (Chen et al. 2023, arXiv:2302.06675): every weight moves up or down by the learning rate."""
+"""Lion (Chen et al. 2023, arXiv:2302.06675): each update changes every weight by plus or minus the learning rate, besides weight decay."""
 
 from collections.abc import Sequence
 

@@ -20,10 +20,10 @@ AdamW's (Liu et al. 2025, section 2.2). So AdamW's learning rate and weight deca
 
 
 class Muon:
-    """m <- momentum m + (1 - momentum) g; w <- (1 - lr decay) w - lr 0.2 sqrt(max(m, n)) U V^T, the orthogonal factor of m, or of
-    Nesterov's look-ahead.
+    """m <- momentum m + (1 - momentum) g; w <- (1 - lr decay) w - lr 0.2 sqrt(max(rows, columns)) U V^T, where U V^T is the orthogonal
+    factor of m, or of Nesterov's look-ahead.
 
-    Each matrix is orthogonalised whole, on its home rank, so the result has the same bits under every plan.
+    The home rank of each matrix orthogonalises the whole matrix, so the result has the same bits under every plan.
     """
 
     def __init__(self, spec: OptimizerSpec, whole: GlobalTensors) -> None:
@@ -32,7 +32,8 @@ class Muon:
         self._exchange: MatrixExchange | None = None
 
     def update(self, parts: Sequence[Part], *, number: int, lr: float) -> Callable[[], None]:
-        """Update the moments and send them to the homes of their matrices. Return a function that updates the weights."""
+        """Update the moments, and start to send them to the homes of their matrices. Return a function that waits for these messages and
+        updates the weights."""
         exchange = self._exchange = self._exchange or MatrixExchange(
             self.whole, homes_of(self.whole, [part.name for part in parts])
         )
@@ -50,7 +51,6 @@ class Muon:
         return finish
 
     def _direction(self, part: Part) -> Tensor:
-        """Update the moment; return the matrix to orthogonalise, in the dtype of the iteration."""
         moment, momentum = part.slots["moments.first"], self.spec.momentum
         moment.lerp_(part.gradient, 1 - momentum)
         direction = part.gradient.lerp(moment, momentum) if self.spec.nesterov else moment
@@ -60,8 +60,8 @@ class Muon:
         return true_matrices(self.whole.described[name], split_heads=self.spec.split_heads)
 
     def _orthogonal(self, matrix: Tensor, matrices: tuple[Runs, ...]) -> Tensor:
-        """Orthogonalise each matrix of a tensor that holds several. Each gets its own memory, because alignment may change the bits of
-        the result."""
+        """Orthogonalise each of the `matrices` that a tensor consists of. Each matrix is copied to memory of its own, because alignment may
+        change the bits of the result."""
         if len(matrices) == 1:
             return orthogonal(matrix, self.steps)
         for runs in matrices:
@@ -71,7 +71,6 @@ class Muon:
         return matrix
 
     def _step(self, part: Part, direction: Tensor, lr: float) -> None:
-        """Update a share of the weights by the same share of the orthogonal factor."""
         part.weight.mul_(1 - lr * part.weight_decay)
         cut, matrices = self.whole.cuts[part.name], self._matrices(part.name)
         columns = cut.shape[-1]

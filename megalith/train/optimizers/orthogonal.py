@@ -1,4 +1,4 @@
-"""The orthogonal factor of a matrix, computed by an iteration that only multiplies matrices. Muon applies it to moments."""
+"""Computes the orthogonal factor of a matrix by an iteration that only multiplies matrices. Muon applies this iteration to its moments."""
 
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 Step: TypeAlias = tuple[float, float, float]
-"""Coefficients a, b, c of one step: X <- a X + (b A + c A A) X, where A = X X^T."""
+"""The coefficients a, b, c of one step X <- a X + (b A + c A A) X, where A = X X^T."""
 
 NEWTON_SCHULZ: Step = (3.4445, -4.7750, 2.0315)
-"""One step of Jordan's quintic iteration (kellerjordan.github.io/posts/muon, 2024), the same each time. The result has singular values
-between 0.7 and 1.2."""
+"""The coefficients of Jordan's quintic iteration (kellerjordan.github.io/posts/muon, 2024), the same in every step. The result has singular
+values between 0.7 and 1.2."""
 
 POLAR_EXPRESS: tuple[Step, ...] = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
@@ -23,15 +23,15 @@ POLAR_EXPRESS: tuple[Step, ...] = (
     (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
     (1.875, -1.25, 0.375),
 )
-"""Steps, each optimal for the result of the previous one (Amsel et al. 2025, arXiv:2505.16932, Algorithm 1); the last one
-repeats."""
+"""The coefficients of each step, chosen optimally for the result of the previous step (Amsel et al. 2025, arXiv:2505.16932, Algorithm 1);
+further steps repeat the last row."""
 
 SAFETY = 1.01
-"""The steps are computed as if singular values were larger by this factor, so that values rounded above 1 do not grow (section 4 of the
-same paper)."""
+"""The steps of "polar-express" are computed as if singular values were larger by this factor, so that singular values slightly above 1,
+from rounding, do not grow (section 4 of the same paper)."""
 
 MINIMUM = 1e-7
-"""Lower bound of the norm that a matrix is divided by: torch.optim.Muon's eps."""
+"""The lower bound of the norm by which a matrix is divided: torch.optim.Muon's eps."""
 
 
 def steps_of(coefficients: str, iterations: int) -> tuple[Step, ...]:

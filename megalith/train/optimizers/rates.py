@@ -7,11 +7,12 @@ from megalith.spec.run import BranchSpec, OptimizerSpec
 
 
 def learning_rate(update: int, *, spec: OptimizerSpec, steps: int, branch: BranchSpec | None = None) -> float:
-    """Return the rate of update `update` (from 0) of `steps`: linear warm-up, then the schedule down to `min_lr_ratio * lr` at the last
-    update. The first update of the warm-up already has lr / warmup, as in torchtitan; in Megatron-LM and transformers, that update's
-    rate is 0.
+    """Return the learning rate of update `update` (counted from 0) of `steps`: a linear warm-up, and then the schedule, down to
+    `min_lr_ratio * lr` in the last update. The first update of the warm-up has the rate lr / warmup, as in torchtitan; in Megatron-LM and
+    transformers, its rate is 0.
 
-    A `branch` follows its original run's schedule. If the branch has its own decay, it decays from its first update on instead."""
+    A `branch` follows the schedule of its original run. If the branch has its own decay, its rate decays from its first update on
+    instead."""
     if branch is not None:
         return _branched(update, branch, spec)
     warmup = spec.warmup_updates(steps)
@@ -33,8 +34,8 @@ def learning_rate(update: int, *, spec: OptimizerSpec, steps: int, branch: Branc
 
 
 def _branched(update: int, branch: BranchSpec, spec: OptimizerSpec) -> float:
-    """Return the rate of an update of a branch with its own decay: from the original schedule's rate at the branch's first update, to
-    the minimum at the decay's last. The decay is linear, or 1 - sqrt if the schedule is."""
+    """Return the rate of an update of a branch. A branch's own decay goes from the original schedule's rate in the branch's first update to
+    the minimum in the decay's last update. The decay has the form 1 - sqrt if the schedule is `1-sqrt`; otherwise it is linear."""
     begins = branch.updates if branch.decay else update
     start = learning_rate(min(begins, update, branch.steps - 1), spec=spec, steps=branch.steps)
     if update < branch.updates or not branch.decay:
@@ -45,8 +46,8 @@ def _branched(update: int, branch: BranchSpec, spec: OptimizerSpec) -> float:
 
 
 def decays(update: int, *, spec: OptimizerSpec, steps: int, branch: BranchSpec | None = None) -> bool:
-    """Return True if an update lies in the final decay of `wsd` or `1-sqrt`, or in a branch's own decay, where the rate is lower than
-    before. `update`: its number, from 0. `steps`: all updates of the run."""
+    """Return True if an update lies in the final decay of the schedules `wsd` or `1-sqrt`, or in a branch's own decay. `update`: the
+    update's number, counted from 0. `steps`: the number of all updates of the run."""
     if branch is not None and branch.decay:
         return update >= branch.updates
     total = steps if branch is None else branch.steps
@@ -54,5 +55,4 @@ def decays(update: int, *, spec: OptimizerSpec, steps: int, branch: BranchSpec |
 
 
 def _left(update: int, *, spec: OptimizerSpec, steps: int) -> float:
-    """Return the share of a run's final decay that is still to come."""
     return min(1.0, (steps - 1 - update) / max(1.0, decay_updates(spec, steps)))

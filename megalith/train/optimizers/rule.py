@@ -1,5 +1,5 @@
-"""An update rule: a function over the slots of each parameter's share. The update of a rank's parameters, each by its optimizer's
-rule."""
+"""The interface of update rules, which update a parameter's share and its slots; and `Optimizer`, which updates each parameter of a rank by
+the parameter's rule."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
@@ -17,24 +17,24 @@ from megalith.train.optimizers.small import PackedState
 
 
 class Part(NamedTuple):
-    """One parameter's share on this rank. A rule changes `weight` and `slots` in place."""
+    """This rank's share of one parameter, as a rule gets it. The rule changes `weight` and `slots` in place."""
 
     name: str
     weight: Tensor
     gradient: Tensor
     slots: Mapping[str, Tensor]
-    """The optimizer's tensors, by the names of its slots."""
+    """The optimizer's tensors for this share, by the names of the slots."""
     lr: float = 1.0
-    """Factor applied to the learning rate."""
+    """The factor by which this parameter's learning rate is multiplied."""
     weight_decay: float = 0.0
     eps: float = 1.0
-    """Factor applied to epsilon, in rules that have one."""
+    """The factor by which epsilon is multiplied, in rules that have an epsilon."""
     home: "Home | None" = None
-    """The home of its slots, if they are not on the device; `opened` yields the part with them."""
+    """The home of the slots, if they are not on the device; `opened` then yields the part with its slots."""
     first: int = 0
-    """If this part is a flat piece of a share: its first element's index."""
+    """If this part is a flat piece of a share: the index of the piece's first element in the share."""
     small: PackedState | None = None
-    """Access to moments and master weights kept in few bits; `opened` yields the part with both in fp32."""
+    """Converts moments and master weights in few bits to fp32 and back; `opened` yields the part with both in fp32."""
 
 
 class Home(Protocol):
@@ -46,13 +46,12 @@ class Home(Protocol):
         ...
 
     def stream(self, parts: Sequence[Part]) -> Iterator[Part]:
-        """Yield the parts with their state on the device, each whole or in flat pieces. Changes to a part are stored when the next one
-        is requested."""
+        """Yield the parts with their state, each whole or in flat pieces. Changes to a part are stored when the next part is requested."""
         ...
 
 
 def opened(parts: Iterable[Part], *, weights_alone: bool = False) -> Iterator[Part]:
-    """Yield the parts one by one, with all tensors that an update changes on the device. A part with an elementwise rule may come in
+    """Yield the parts one by one, with all tensors that an update changes in memory. A part with an elementwise rule may be yielded in
     pieces. `weights_alone`: the caller does not need the slots."""
 
     def home(part: Part) -> "Home | None":
@@ -68,8 +67,8 @@ def opened(parts: Iterable[Part], *, weights_alone: bool = False) -> Iterator[Pa
 
 
 def together(parts: Sequence[Part]) -> Iterator[list[Part]]:
-    """Yield the parts in lists for one update each: first all parts whose state is on the device, then each other part
-    by itself."""
+    """Yield lists of parts that are updated together: first all parts whose state is on the device and in fp32, then each other part by
+    itself."""
     at_hand = [part for part in parts if part.home is None and part.small is None]
     if at_hand:
         yield at_hand
@@ -78,18 +77,18 @@ def together(parts: Sequence[Part]) -> Iterator[list[Part]]:
 
 
 class Rule(Protocol):
-    """Updates weights. A rule keeps no state of its own between updates: all state is in slots."""
+    """Updates weights from gradients. A rule keeps no state of its own between updates: all state is in slots."""
 
     def __init__(self, spec: OptimizerSpec, whole: GlobalTensors) -> None:
-        """`whole`: gives the rule sums over whole tensors that are sharded over ranks."""
+        """`whole` computes sums over whole tensors that are sharded over ranks."""
         ...
 
     def update(self, parts: Sequence[Part], *, number: int, lr: float) -> Callable[[], None] | None:
-        """Update all parts from their gradients. `number`: updates made before this one.
+        """Update all parts from their gradients. `number`: the number of updates made before this one.
 
         A rule that must wait for other ranks may return a function with the rest of its work; this function is called after the other
-        rules. All ranks of a pipeline place call it together, with shares of the same parameters in the same order. An elementwise rule
-        gets only shares that are not empty on this rank; any other rule gets all shares. A rule may read and change weights and slots
+        rules. All ranks of a pipeline place call `update` together, with shares of the same parameters in the same order. An elementwise
+        rule gets only shares that are not empty on this rank; any other rule gets all shares. A rule may read and change weights and slots
         only within `opened`.
         """
         ...
@@ -112,8 +111,8 @@ class Optimizer:
     def __init__(
         self, spec: OptimizerSpec, treated: Mapping[str, Treatment], whole: GlobalTensors, *, target: str | None = None
     ) -> None:
-        """`treated`: how each parameter of the whole model is updated. A rank may repeat the update of a rank with another stage.
-        `target`: the kind of device that a dry run is for; None: that of the tensors."""
+        """`treated`: how each parameter of the whole model is updated. All parameters are needed, because a rank may repeat the update of a
+        rank with another stage. `target`: the kind of device that a dry run simulates; None: the kind on which the tensors are."""
         self.treated, self.whole, self.target = treated, whole, target
         kinds = dict.fromkeys(treatment.kind for treatment in treated.values())
         first = sorted(
@@ -122,7 +121,7 @@ class Optimizer:
         self.rules: dict[str, Rule] = {kind: rule_of(kind)(spec, whole) for kind in first}
 
     def update(self, parts: Sequence[Part], *, number: int, lr: float) -> None:
-        """Update all parts by their rules."""
+        """Update each part by its rule."""
         left = []
         for kind, rule in self.rules.items():
             alone = OPTIMIZERS[kind].unit == "element"
@@ -137,12 +136,11 @@ class Optimizer:
             rest()
 
     def prepared(self, parts: Iterable[Part], *, number: int) -> list[Part]:
-        """Return the parts in the form for their rules, so that weights can be changed after an update: `opened` yields their master
-        weights in fp32. `number`: the seed of stochastic rounding."""
+        """Return the parts in the form that their rules get, so that code outside the rules can change master weights in fp32 after an
+        update. `number`: the seed of stochastic rounding."""
         return [self._treated(part, self.treated[part.name], number) for part in parts]
 
     def _treated(self, part: Part, treatment: Treatment, number: int) -> Part:
-        """Return the part in the form for its rule."""
         small = None
         narrow = part.gradient.dtype != torch.float32
         if narrow or treatment.moments.number != "fp32" or treatment.master != "fp32":

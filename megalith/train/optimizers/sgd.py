@@ -13,8 +13,8 @@ from megalith.train.optimizers.rule import Part, alike, together
 class SGD:
     """g <- g + decay w; v <- momentum v + g; w <- w - lr v, or w - lr (g + momentum v) with Nesterov's look-ahead.
 
-    Weight decay is added to the gradient and passes through the moment, as in torch.optim.SGD. All other optimizers here decouple
-    weight decay.
+    As in torch.optim.SGD, weight decay is added to the gradient, so it enters the moment. All other optimizers of Megalith decouple weight
+    decay.
     """
 
     def __init__(self, spec: OptimizerSpec, whole: GlobalTensors) -> None:

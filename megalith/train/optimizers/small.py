@@ -1,4 +1,4 @@
-"""Moments and master weights in few bits: an update rule gets them in fp32. An elementwise rule gets them one piece at a time."""
+"""Converts moments and master weights in few bits to fp32 for update rules, and back. An elementwise rule gets them one piece at a time."""
 
 from collections.abc import Iterator, Sequence
 from math import gcd
@@ -18,27 +18,28 @@ if TYPE_CHECKING:
     from megalith.train.optimizers.rule import Part
 
 WORD = 16
-"""Bits of an fp32 number that bf16 does not hold."""
+"""The number of bits of an fp32 number that bf16 lacks."""
 LANES = 64
-"""A piece is padded to whole SIMD vectors: kernels round elements after the last whole vector differently, so unpadded pieces would
-change bits."""
+"""Pieces are padded to whole SIMD vectors of this length. Kernels round the elements after the last whole vector differently, so without
+padding the bits would depend on the size of pieces."""
 
 
 class PackedState(NamedTuple):
-    """Converts one parameter's tensors in few bits to fp32 and back: moments, master weights in two halves, and the gradient."""
+    """Converts those tensors of one parameter that are in few bits to fp32 and back: moments, master weights in two halves, and the
+    gradient."""
 
     name: str
     slots: tuple[Slot, ...]
     """The moments with the parameter's shape; some may be in fp32."""
     lower: Slot | None
-    """The lower half of its master weights; None: they are in fp32."""
+    """The slot for the lower half of the master weights; None: master weights are in fp32."""
     number: int
     """The number of the update, which seeds stochastic rounding."""
     cut: Cut
     alone: bool
     """True if the rule is elementwise, so that a part may come in pieces."""
     target: str | None
-    """The kind of device that determines the size of pieces; None: the kind that the tensors are on."""
+    """The kind of device that determines the size of pieces; None: the kind on which the tensors are."""
 
     @classmethod
     def of(
@@ -60,7 +61,7 @@ class PackedState(NamedTuple):
 
     @property
     def few(self) -> bool:
-        """True if the state is kept in few bits, and not only the gradient."""
+        """True if moments or master weights, and not only the gradient, are in few bits."""
         return self.lower is not None or any(slot.number != "fp32" for slot in self.slots)
 
     @property
@@ -69,11 +70,10 @@ class PackedState(NamedTuple):
         return self.lower is not None
 
     def _piece(self, device: torch.device) -> int:
-        """Return how many elements an elementwise rule gets in fp32 at a time."""
         return PIECES[self.target or device.type]
 
     def opened(self, part: "Part", *, weights_alone: bool = False) -> "Iterator[Part]":
-        """Yield a part, or flat pieces of one, with moments and master weights in fp32. Changes are stored when the next one is
+        """Yield a part, or flat pieces of it, with moments and master weights in fp32. Changes to a piece are stored when the next one is
         requested. `weights_alone`: the caller does not need the moments."""
         if not self.few:
             yield from self._with_wide_gradient(part)
@@ -114,7 +114,7 @@ class PackedState(NamedTuple):
                 self._split(master, weight[here], lower[here], rows[here])
 
     def _with_wide_gradient(self, part: "Part") -> "Iterator[Part]":
-        """Yield the part, or flat pieces of it, with the gradient in fp32. State on disk comes in pieces that need not be whole rows."""
+        """Yield the part, or flat pieces of it, with the gradient in fp32. Pieces of state on disk need not consist of whole rows."""
         if not self.alone:
             yield part._replace(gradient=part.gradient.float(), small=None)
             return
@@ -132,7 +132,6 @@ class PackedState(NamedTuple):
             keep(moment, into, slot, name=self.name, number=self.number, rows=rows[: len(moment)], first=self.cut.offset[-1])
 
     def _split(self, master: Tensor, upper: Tensor, lower: Tensor, rows: Tensor) -> None:
-        """Keep rows of the master weights in two halves."""
         assert self.lower is not None
         bits, drawn = NUMBERS[self.lower.number].bits, None
         if bits < WORD:
@@ -143,8 +142,8 @@ class PackedState(NamedTuple):
         lower.copy_(low)
 
     def _filled(self, part: "Part", weight: Tensor, gradient: Tensor, near: dict[Slot, Tensor]) -> "Iterator[Part]":
-        """Yield a flat piece. A piece is padded to whole vectors if its moments are in few bits; else it has the length that it would
-        have in fp32."""
+        """Yield a flat piece. If its moments are in few bits, the piece is padded to whole vectors; otherwise it has the same length as
+        with state in fp32."""
         few = any(slot.number != "fp32" for slot in near)
         numbers, missing = weight.numel(), -weight.numel() % LANES if few else 0
         whole = [
@@ -164,8 +163,8 @@ def rows_of(cut: Cut, device: torch.device) -> Tensor:
 
 
 def keep(moment: Tensor, into: Tensor, slot: Slot, *, name: str, number: int, rows: Tensor, first: int) -> None:
-    """Keep rows of a moment (fp32 [rows, n]) in the slot's number format. `rows`: indices of these rows in the whole parameter.
-    `first`: their first column. `number`: the update."""
+    """Store rows of a moment (fp32 [rows, n]) in the slot's number format. `rows`: the indices of these rows in the whole parameter.
+    `first`: the index of their first column. `number`: the number of the update, which seeds stochastic rounding."""
     if slot.number == "fp32":
         into.copy_(moment)
         return
@@ -177,5 +176,5 @@ def keep(moment: Tensor, into: Tensor, slot: Slot, *, name: str, number: int, ro
 
 
 def wide(slot: Slot, kept: Tensor, columns: int) -> Tensor:
-    """Rows of a moment in fp32, [rows, columns]."""
+    """Return the stored rows `kept` of a moment in fp32, [rows, columns]."""
     return moments.unpack(kept, slot.block, columns, root=slot.root) if slot.block else kept.float()

@@ -1,4 +1,4 @@
-"""The user's own parts on this rank: their import, and the comparison of their sources between ranks and with the run's last start."""
+"""Imports the user's own parts on this rank, and compares their sources between ranks and with the run's last start."""
 
 import hashlib
 from collections.abc import Mapping
@@ -37,20 +37,20 @@ def admit(spec: RunSpec) -> dict[str, str]:
 
 
 def _opens_state(spec: RunSpec) -> bool:
-    """Return True if `opened` gives a rule copies instead of the stored tensors, because state is off the device, or state or gradients
-    are in few bits."""
+    """True if `opened` passes copies of the stored tensors to a rule, because state is off the device, or state or gradients are in few
+    bits."""
     optimizer = spec.optimizer
     few = {optimizer.moments, optimizer.master, spec.train.gradients} != {"fp32"}
     return few or spec.plan.state.optimizer != "device"
 
 
 def changes(now: Mapping[str, str], before: Mapping[str, str]) -> list[str]:
-    """Return a sentence, with the parts, for each source file that changed since the run's last start."""
+    """Return a warning, which names the parts, for each source file that changed since the run's last start."""
     changed = {key: (before[key], digest) for key, digest in now.items() if before.get(key, digest) != digest}
     return [
         f"the source of {', '.join(key for key, pair in changed.items() if pair == (old, new))} has changed since the run was last "
-        f"started: its sha256 was {old[:12]}..., and is now {new[:12]}... The old source might have computed different steps. Put it "
-        "back unless the change is meant"
+        f"started: its sha256 was {old[:12]}..., and is now {new[:12]}... Steps may have been different with the old source. Put it "
+        "back unless the change is intended"
         for old, new in dict.fromkeys(changed.values())
     ]
 
@@ -59,7 +59,7 @@ def compare_ranks(digests: Mapping[str, str], stream: Stream, *, index: int, gro
     """Compare the user's own parts on all ranks: their source code, and, for an own data source, sample `index`, which each rank draws
     twice.
 
-    Raises own.OwnPartError on every rank, with the differing part. All ranks of `group` call it together."""
+    Raises own.OwnPartError, which names the differing part, on every rank. All ranks of `group` call it together."""
     if not digests:
         return
     mine = {f"the source of {key}": digest for key, digest in digests.items()}
@@ -71,11 +71,11 @@ def compare_ranks(digests: Mapping[str, str], stream: Stream, *, index: int, gro
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, (mine, repeats), group=group)
     if odd := [rank for rank, (_, same) in enumerate(everyone) if not same]:
-        raise own.OwnPartError(f"{drawn} differs when ranks {odd} draw it again. A sample must depend on its number alone")
+        raise own.OwnPartError(f"{drawn} differs when ranks {odd} draw it again. A sample must depend only on its number")
     for what, value in mine.items():
         if odd := [rank for rank, (other, _) in enumerate(everyone) if other.get(what) != everyone[0][0][what]]:
             raise own.OwnPartError(
-                f"{what} differs between rank 0 and ranks {odd}. All ranks need the same source ({value[:12]}... here)"
+                f"{what} differs between rank 0 and ranks {odd}. Give all ranks the same source (on this rank {value[:12]}...)"
             )
 
 

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from megalith import own
 
 CALLBACKS = "callbacks"
-"""Key of the callbacks' states, in a checkpoint and in the text of a copy in memory."""
+"""The key under which checkpoints, and copies of the state in memory, contain the callbacks' states."""
 ROOM = 4096
-"""Bytes that the state of one callback may take as JSON."""
+"""The maximum size in bytes of one callback's state as JSON."""
 
 
 class Done(NamedTuple):
-    """The facts of a finished step that all ranks of a site know; a run without sites counts as one site."""
+    """The result of a finished step, equal on all ranks of a site except for `rank`. A run without sites counts as one site."""
 
     step: int
     """The step's number; the first is 1."""
@@ -28,27 +28,30 @@ class Done(NamedTuple):
     skipped: str
     """Why the step's update was skipped; empty if the update was made."""
     rank: int
-    """This rank's number in its site, the only value here that differs between ranks. A callback that writes or sends data should do so
-    on rank 0."""
+    """This rank's number in its site. A callback that writes or sends data should do so only on rank 0."""
     site: int = 0
-    """This rank's site. The loss differs between sites, and so does the norm without data parallelism between sites."""
+    """The number of this rank's site. The loss differs between sites; the gradient norm also does, unless the sites train with data
+    parallelism."""
 
 
 class Callback(Protocol):
-    """A class that takes no arguments. Each rank makes one, and calls it after each step whose outcome is known, in order.
+    """The interface of a callback: a class without constructor arguments, or an instance. Each rank has its own instance, and calls it
+    after each step, in order, once the step's outcome is known.
 
-    All ranks of a site pass the same numbers, so the state is the same on each; ranks compare it at each checkpoint. A callback that
-    keeps state from step to step must also have `state` and `load`. Without them, the run ends if its attributes change. A callback has
-    no access to weights or gradients, and `megalith parity` does not call it. An exception in it ends the run.
+    All ranks of a site pass the same numbers to the callback, so its state is the same on all of them; ranks compare the states at each
+    checkpoint. A callback that keeps state from step to step must also have `state` and `load`; if it lacks them and its attributes change,
+    the run ends. A callback has no access to weights or gradients, and `megalith parity` does not call it. If a callback raises an
+    exception, the run ends.
     """
 
     def after_step(self, done: Done) -> bool | None:
-        """Handle a finished step. Return True to make the run save and stop after the next step; with sites, only this site is asked to
-        stop, as by a signal."""
+        """Handle a finished step. To make the run save its state and stop after the next step, return True; with sites, this stops only
+        this site, like a signal."""
         ...
 
     def state(self) -> Any:
-        """Return the lasting state as JSON of at most 4,096 bytes; every checkpoint and every copy in memory contains it."""
+        """Return the state to save, as values that take at most 4,096 bytes as JSON. Every checkpoint, and every copy of the run's state in
+        memory, contains the callback's state."""
         ...
 
     def load(self, state: Any) -> None:
@@ -74,8 +77,8 @@ class Callbacks:
         return (ROOM + 256) * len(self._all)
 
     def after_step(self, done: Done) -> bool:
-        """Call each callback; return True if one asks the run to stop. Raises own.OwnPartError for a callback with an undeclared
-        state."""
+        """Call each callback; return True if one asks the run to stop. Raises own.OwnPartError if a callback without `state` and `load`
+        keeps state."""
         asked = False
         for name, one in self._all.items():
             watched = not self._tried and name not in self._stateful
@@ -84,8 +87,8 @@ class Callbacks:
             if before is not None and before != vars(one):
                 changed = [key for key, value in vars(one).items() if key not in before or before[key] != value]
                 raise own.OwnPartError(
-                    f"{name} keeps {', '.join(changed)} from step to step, and has no state() and load(), so a resumed run would not have "
-                    "them. Write both, or keep nothing"
+                    f"{name} keeps {', '.join(changed)} from step to step but has no state() and load(), so a resumed run would not have "
+                    "these values. Add both methods, or keep no state"
                 )
         self._tried = True
         return asked
@@ -99,22 +102,24 @@ class Callbacks:
             except (TypeError, ValueError) as error:
                 raise own.OwnPartError(f"the state of {name} cannot be stored as JSON: {error}") from error
             if size > ROOM:
-                raise own.OwnPartError(f"the state of {name} takes {size:,} bytes as JSON, and at most {ROOM:,} are allowed")
+                raise own.OwnPartError(
+                    f"the state of {name} takes {size:,} bytes as JSON, but at most {ROOM:,} bytes are allowed"
+                )
         return found
 
     def add_to(self, told: str) -> str:
-        """Return `told`, the JSON text of a copy in memory, with the callbacks' states added."""
+        """Add the callbacks' states to `told`, the JSON text of a copy in memory."""
         states = self.dump()
         return json.dumps(json.loads(told) | {CALLBACKS: states}, separators=(",", ":")) if states else told
 
     def load(self, states: Mapping[str, Any]) -> None:
-        """Restore the saved states; a callback without a saved state keeps its initial one."""
+        """Restore the saved states. A callback without a saved state keeps its initial state."""
         for name in self._stateful & states.keys():
             self._all[name].load(states[name])
 
 
 def same_on_all(callbacks: Callbacks, *, group: dist.ProcessGroup) -> dict[str, Any]:
-    """Return the states, after all ranks of `group` have compared theirs. Raises own.OwnPartError, on every rank, if any state
+    """Compare the callbacks' states on all ranks of `group`, and return them. Raises own.OwnPartError, on every rank, if any state
     differs."""
     if not callbacks:
         return {}

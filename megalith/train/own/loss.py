@@ -1,4 +1,4 @@
-"""A user's own loss per token, used in place of cross-entropy."""
+"""Replaces cross-entropy by a user's own loss per token."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -1,4 +1,4 @@
-"""A trial of a user's own model parts in a small model: their results must agree with what their rows declare."""
+"""Tries a user's own model parts in a small model: their results must agree with their declarations."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -24,10 +24,11 @@ Call = Callable[[nn.Module, Tensor, Batch], Tensor]
 
 
 def try_parts(sizes: OwnPartsSpec, *, masked: bool) -> None:
-    """Run each own part forward and backward on the CPU in a small model of this family, whole and as two tensor-parallel ranks would.
+    """In a small model of this family, run each own part forward and backward on the CPU, once whole and once as two tensor-parallel ranks
+    would.
 
-    Raises own.OwnPartError if a part draws random numbers, changes the shape, uses tokens that it must not see, or has declared cuts
-    that do not add up to the whole. `masked`: documents of a sequence must not see each other."""
+    Raises own.OwnPartError if a part draws random numbers, changes the shape, uses tokens that it must not see, or gives other results when
+    it is cut as declared. `masked`: documents of a sequence must not see each other."""
     small: Any = sizes  # every family has `small` and `build`
     spec = small.small(layers=1, unit=RANKS, heads_unit=RANKS).build()
     try:
@@ -63,16 +64,16 @@ def _try(module: nn.Module, declared: OwnModule, x: Tensor, stage: Stage, *, mas
         out = call(module, x, batch)
         if out.shape != x.shape:
             raise own.OwnPartError(
-                f"{name} returns shape {list(out.shape)} for x of shape {list(x.shape)}: return the same shape"
+                f"{name} returns shape {list(out.shape)} for x of shape {list(x.shape)}, but must return the same shape"
             )
         if not torch.equal(out, call(module, x, batch)):
             raise own.OwnPartError(
-                f"{name} gives another result when called again with the same x: keep no state and draw no random numbers"
+                f"{name} gives another result when called again with the same x. Keep no state and draw no random numbers"
             )
         if kind == "attention":
             _try_sight(module, declared, x, out, batch, stage, masked=masked)
         elif not _same(out, _in_halves(module, x, positions, stage, call)):
-            raise own.OwnPartError(f"{name} lets tokens see each other, and {kind} works on each token alone")
+            raise own.OwnPartError(f"{name} lets tokens see each other, but {kind} works on each token alone")
     if (declared.cuts or kind == "attention") and all(tensor.units % RANKS == 0 for tensor in declared.tensors.values()):
         _try_cuts(module, declared, x, batch, call)
 
@@ -82,14 +83,16 @@ def _try_sight(
 ) -> None:
     changed = torch.cat((x[:, :-1], x[:, -1:] + 1), dim=1)
     if not _same(out[:, :-1], module(changed, batch)[:, :-1]):
-        raise own.OwnPartError(f"{declared.name} lets tokens see later ones: a token must see itself and earlier ones alone")
+        raise own.OwnPartError(
+            f"{declared.name} lets tokens see later tokens, but a token may see only itself and earlier tokens"
+        )
     if masked:
         positions = torch.arange(HALF).repeat(ROWS, 2)
         two = stage.prepare(replace(batch, positions=positions, segments=((HALF, HALF),) * ROWS))
         changed = torch.cat((x[:, :HALF] + 1, x[:, HALF:]), dim=1)
         if not _same(module(x, two)[:, HALF:], module(changed, two)[:, HALF:]):
             raise own.OwnPartError(
-                f"{declared.name} lets documents see each other, and data.document_mask is true: mask by batch.segments, as self.core does"
+                f"{declared.name} lets documents see each other, but data.document_mask is true. Mask by batch.segments as self.core does"
             )
     if PARTS[declared.name].core:
         core, module.core = module.core, _Alone()
@@ -98,8 +101,8 @@ def _try_sight(
             assert batch.positions is not None
             if not _same(module(x, batch), _in_halves(module, x, batch.positions, stage, call)):
                 raise own.OwnPartError(
-                    f"{declared.name} says core = True, and computes something else for a token whose sequence is cut before it: it counts "
-                    "positions itself, or lets tokens see each other outside of self.core too. Take positions from batch.positions or "
+                    f"{declared.name} says core = True, but a token's result changes if its sequence is cut before it. So the part counts "
+                    "positions itself, or also lets tokens see each other outside self.core. Take positions from batch.positions or "
                     "batch.rotary, or say core = False"
                 )
         finally:
@@ -107,7 +110,6 @@ def _try_sight(
 
 
 def _try_cuts(module: nn.Module, declared: OwnModule, x: Tensor, batch: Batch, call: Call) -> None:
-    """Compare the whole part's result and gradients with the combined ones of two tensor-parallel ranks."""
     weight = torch.linspace(-1, 1, x.numel()).view_as(x)
     whole_x, cut_x = (x.clone().requires_grad_() for _ in range(2))
     out = call(module, whole_x, batch)
@@ -121,8 +123,8 @@ def _try_cuts(module: nn.Module, declared: OwnModule, x: Tensor, batch: Batch, c
     total = sum((call(copy, cut_x, batch) for copy in copies), torch.zeros_like(x)) + sum(biases[0])
     if not _same(out, total):
         raise own.OwnPartError(
-            f"the declared cuts of {declared.name} do not add up to the whole: two tensor ranks are off by {_gap(out, total):.2g} of it. "
-            "Correct `cut`; sizes must follow from x and the parameters, and anything added after a cut along the "
+            f"the declared cuts of {declared.name} do not add up to the whole: with two tensor ranks, the relative error is "
+            f"{_gap(out, total):.2g}. Correct `cut`; sizes must follow from x and the parameters, and anything added after a cut along the "
             "inputs (a bias) must be added on one rank only"
         )
     (total * weight).sum().backward()
@@ -135,20 +137,18 @@ def _try_cuts(module: nn.Module, declared: OwnModule, x: Tensor, batch: Batch, c
         mine = module.get_parameter(name).grad
         if mine is not None and not _same(mine, joined):
             raise own.OwnPartError(
-                f"the gradient of {name} in {declared.name}, cut as declared, is off by {_gap(mine, joined):.2g} of it"
+                f"the gradient of {name} in {declared.name}, cut as declared, has a relative error of {_gap(mine, joined):.2g}"
             )
     for copy in (module, *copies):
         copy.zero_grad()
     assert whole_x.grad is not None and cut_x.grad is not None
     if not _same(whole_x.grad, cut_x.grad):
         raise own.OwnPartError(
-            f"the gradient of x through {declared.name}, cut as declared, is off by {_gap(whole_x.grad, cut_x.grad):.2g}"
+            f"the gradient of x through {declared.name}, cut as declared, has a relative error of {_gap(whole_x.grad, cut_x.grad):.2g}"
         )
 
 
 class _Trial(Split):
-    """One of two simulated tensor-parallel ranks, whose results the caller adds up."""
-
     def enter(self, x: Tensor) -> Tensor:
         return x
 
@@ -157,7 +157,7 @@ class _Trial(Split):
 
 
 class _Alone(nn.Module):
-    """An attention core in which each token sees only itself. Queries and keys also matter, because they contain the positions."""
+    """An attention core in which each token sees only itself. Its output also depends on queries and keys, which contain the positions."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         keys, values = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
@@ -165,7 +165,6 @@ class _Alone(nn.Module):
 
 
 def _in_halves(module: nn.Module, x: Tensor, positions: Tensor, stage: Stage, call: Call) -> Tensor:
-    """Return the part's results for the two halves of each sequence, each computed alone."""
     halves = zip(x.split(HALF, 1), positions.split(HALF, 1), strict=True)
     return torch.cat([call(module, part, stage.prepare(Batch(at, positions=at))) for part, at in halves], dim=1)
 
@@ -175,5 +174,4 @@ def _gap(one: Tensor, other: Tensor) -> float:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Return True if two results differ at most by rounding in fp32."""
     return _gap(one, other) < 1e-4

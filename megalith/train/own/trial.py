@@ -1,4 +1,4 @@
-"""A trial of a user's own optimizer on small tensors: its rule must read and keep only the tensors that its row declares."""
+"""Tries a user's own optimizer on small tensors: its rule may read and keep only the tensors that the optimizer declares."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -12,28 +12,29 @@ from megalith.train.optimizers.global_tensors import GlobalTensors
 from megalith.train.optimizers.rule import Part, Rule, rule_of
 
 ROWS, COLUMNS = 8, 4
-PIECES = "in flat pieces (state elsewhere, or kept in few bits)"
-WHOLE = "on a whole share (state elsewhere, or kept in few bits)"
-OPENED = "Read and change weights and slots within megalith.train.optimizers.rule.opened alone"
+PIECES = "if it gets a share in flat pieces, as with state off the device or in few bits"
+WHOLE = "if it gets a whole share, as with state off the device or in few bits"
+OPENED = "Read and change weights and slots only within megalith.train.optimizers.rule.opened"
 
 
 @torch.no_grad()
 def try_rule(kind: str, spec: OptimizerSpec, *, away: bool = False) -> None:
-    """Update a small matrix twice, in three ways: whole, with a new rule for each update, and in two halves of its rows.
+    """Update a small matrix twice, in three ways: as a whole, as a whole with a new rule object for each update, and as two halves of its
+    rows.
 
-    Raises own.OwnPartError if a new rule changes the result, because the rule then keeps state outside its slots, which no checkpoint
-    saves; also if the row declares an elementwise update, but halves give another result. `away`: also update with weights and slots
-    that exist only within `opened`, as is the case for state in host memory or on disk (`train.offload.home`) and numbers of few bits
-    (`train.optimizers.small`): in flat pieces if the update is elementwise."""
+    Raises own.OwnPartError if a new rule object changes the result, because the rule then keeps state outside its slots, which no
+    checkpoint saves. Also raises own.OwnPartError if the update is declared elementwise but the halves give another result. `away`: also
+    update with weights and slots that exist only within `opened`, as with state off the device (`train.offload.home`) or in few bits
+    (`train.optimizers.small`); an elementwise update then gets flat pieces."""
     row = OPTIMIZERS[kind]
     if row.unit == "element" and any(slot.shape != "like" for slot in row.slots):
         raise own.OwnPartError(
-            f'{kind} keeps a slot of rows or columns, so its unit cannot be "element". Use "tensor" or "matrix"'
+            f'{kind} has a slot for rows or columns, so its unit cannot be "element". Use "tensor" or "matrix"'
         )
     at_once, anew = _updated(kind, spec, [slice(None)]), _updated(kind, spec, [slice(None)], anew=True)
     if not torch.equal(at_once, anew):
         raise own.OwnPartError(
-            f"{kind} gives a different second update if its rule is created again before it: keep lasting state only in slots"
+            f"{kind} gives a different second update if a new rule object makes it. Keep lasting state only in slots"
         )
     if row.unit == "element":
         halves = _updated(kind, spec, [slice(0, ROWS // 2), slice(ROWS // 2, ROWS)])
@@ -47,14 +48,14 @@ def try_rule(kind: str, spec: OptimizerSpec, *, away: bool = False) -> None:
         try:
             found = _updated(kind, spec, [slice(None)], away=True)
         except Exception as error:  # the user's own code runs
-            raise own.OwnPartError(f"{kind} fails {how}: {type(error).__name__}: {error}. {OPENED}, in any shape") from error
+            raise own.OwnPartError(
+                f"{kind} fails {how}: {type(error).__name__}: {error}. {OPENED}, and accept any shape"
+            ) from error
         if not torch.equal(at_once, found):
-            raise own.OwnPartError(f"{kind} gives a different update {how}. {OPENED}, and in place")
+            raise own.OwnPartError(f"{kind} gives a different update {how}. {OPENED}, and change them in place")
 
 
 class _Pieces:
-    """A home of a share and its state, which yields both in two flat pieces, or whole."""
-
     masters = True
 
     def __init__(self, weight: Tensor, slots: Mapping[str, Tensor], *, whole: bool) -> None:
@@ -73,8 +74,8 @@ class _Pieces:
 
 
 def _updated(kind: str, spec: OptimizerSpec, cuts: Sequence[slice], *, anew: bool = False, away: bool = False) -> Tensor:
-    """Return the matrix after two updates of each of its cuts. `anew`: a new rule makes the second update; `away`: the state exists
-    only within `opened`."""
+    """Update each of the `cuts` of a matrix twice; return the matrix. `anew`: a new rule object makes the second update. `away`: weights
+    and slots exist only within `opened`."""
     generator = torch.Generator().manual_seed(0)
     weight, *gradients = (torch.randn(ROWS, COLUMNS, generator=generator) for _ in range(3))
     for gradient in gradients:

@@ -1,4 +1,4 @@
-"""Checkpoints that sites offer each other when they meet, and the choice of the one that all begin from."""
+"""Chooses, from the checkpoints that sites offer each other when they meet, the one from which all begin."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,11 +9,11 @@ from megalith.train.sites.messages import CheckpointOffer
 def called(offered: Mapping[int, Sequence[CheckpointOffer]], spec: SitesSpec) -> tuple[CheckpointOffer | None, int]:
     """Return the checkpoint to begin from (None: the initial weights), and the site that decides merges from there on.
 
-    `offered`: the checkpoints of each present site. The newest checkpoint records which sites trained at that time. The first choice is
-    the newest checkpoint that all of these sites hold (apart from those absent or without checkpoints), because it loses no site's
-    state. The second is the newest that a quorum holds; the other sites get its weights. The last is the newest of all. The site that
-    the run file names decides merges; else the first site that holds the checkpoint. Raises ValueError if the named site has no
-    checkpoint, but others do.
+    `offered`: the checkpoints of each present site. The newest checkpoint records which sites trained when it was saved. The first choice
+    is the newest checkpoint that all sites that trained then hold (not counting sites that are absent or have no checkpoint), because no
+    site's state is lost. The second choice is the newest checkpoint that a quorum holds; the other sites get its weights. The last choice
+    is the newest checkpoint of all. Merges are decided by the site that the run file names, or else by the first site that holds the chosen
+    checkpoint. Raises ValueError if the named site has no checkpoint but other sites have one.
     """
     age = lambda cut: (cut.samples, cut.step, cut.mark)  # noqa: E731
     every, decides = {cut for cuts in offered.values() for cut in cuts}, spec.decides
@@ -23,8 +23,8 @@ def called(offered: Mapping[int, Sequence[CheckpointOffer]], spec: SitesSpec) ->
         return None, min(offered) if decides is None else decides
     if decides is not None and not offered.get(decides):
         raise ValueError(
-            f"sites.decides = {decides}, and {spec.named(decides)} has no checkpoint of the run, but others have one of step "
-            f"{newest.step}. Copy its run folder back, or name a site that has one"
+            f"sites.decides = {decides}, but {spec.named(decides)} has no checkpoint of the run, and other sites have one of step "
+            f"{newest.step}. Restore the run folder of this site, or name a site that has a checkpoint"
         )
     trained = {site for site, cuts in offered.items() if cuts and site in newest.members}
     usable = {cut for cut in every if trained and trained <= set(holders[cut])} or {

@@ -1,12 +1,11 @@
-"""Encoding of weight differences in few bits. A block of `spec.sites.BLOCK` neighbouring elements of a whole tensor shares one fp32
-scale.
+"""Encodes weight differences in few bits. A block of `spec.sites.BLOCK` neighbouring elements of a whole tensor shares one fp32 scale.
 
-8 and 4 bits: the scale is the block's largest magnitude over 127 or 7, and codes are rounded to the nearest. 2 bits: the scale is the
-block's root mean square, and an element is rounded to -1.5, -0.5, 0.5 or 1.5 times the scale. For normally distributed elements, this
-spacing is within a percent of the optimal uniform one (Max 1960, table 2); with the largest magnitude as the scale, most elements would
-be lost.
+With 8 or 4 bits, the scale is the block's largest magnitude divided by 127 or 7, and each element is rounded to the nearest multiple of the
+scale. With 2 bits, the scale is the block's root mean square, and each element is rounded to -1.5, -0.5, 0.5 or 1.5 times the scale. For
+normally distributed elements, this spacing is within 1 % of the optimal uniform spacing (Max 1960, table 2); if the scale were the largest
+magnitude, most elements would be lost.
 
-Only elementwise operations that IEEE 754 defines are used, and sums have a fixed order. So all machines compute the same bits.
+All machines compute the same bits, because the code uses only elementwise operations that IEEE 754 defines, and sums in a fixed order.
 """
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from megalith.spec.sites import BLOCK, FULL, encoded_bytes
 
 LARGEST = {8: 127, 4: 7}
-"""Largest magnitude of a code, by its bits."""
+"""The largest magnitude of a code, by its number of bits."""
 
 
 def encode(values: Tensor, bits: int) -> Tensor:
@@ -51,14 +50,12 @@ def decode(encoded: Tensor, numel: int, bits: int) -> Tensor:
 
 
 def _blocks(values: Tensor) -> Tensor:
-    """Reshape values [n] to [blocks, BLOCK], padded with zeros."""
     blocks = torch.zeros(-(-values.numel() // BLOCK), BLOCK)
     blocks.view(-1)[: values.numel()] = values
     return blocks
 
 
 def _scales(blocks: Tensor, numel: int, bits: int) -> Tensor:
-    """Return the scale of each block, fp32 [blocks]."""
     if bits != 2:
         return blocks.abs().amax(dim=1) / LARGEST[bits]
     sums = blocks * blocks
@@ -73,7 +70,7 @@ def _scales(blocks: Tensor, numel: int, bits: int) -> Tensor:
 
 
 def packed(codes: Tensor, bits: int) -> Tensor:
-    """codes uint8 [n] -> uint8 [ceil(n * bits / 8)]."""
+    """Pack codes, uint8 [n], into bytes, uint8 [ceil(n * bits / 8)]."""
     each = 8 // bits
     table = torch.zeros(-(-codes.numel() // each), each, dtype=torch.uint8)
     table.view(-1)[: codes.numel()] = codes
@@ -84,6 +81,6 @@ def packed(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpacked(packed: Tensor, bits: int) -> Tensor:
-    """The inverse: uint8 [n] -> uint8 [n * 8 / bits]."""
+    """Unpack bytes, uint8 [n], into codes, uint8 [n * 8 / bits]: the inverse of `packed`."""
     each = 8 // bits
     return torch.stack([(packed >> (bits * place)) & (2**bits - 1) for place in range(each)], dim=1).flatten()

@@ -1,14 +1,14 @@
-"""The agreement of sites, by their leading ranks, on the merges: which are made, who decides, and who takes part.
+"""How the leading ranks of sites agree on merges: which merges are made, which site decides them, and which sites take part.
 
-One site is the decider. At a merge it waits for the differences of all sites that train, but no longer than a grace period, and sends
-its verdict to all. With asynchronous merges, it waits for a quorum, and for sites whose differences have missed the allowed number of
-merges. A verdict needs a quorum: more than half of the run's sites, or a group that includes the site named in the run file. Counted
-are the decider, sites whose differences arrived, and sites that only follow its merges. A follower must have sent a message since the
-merge was due, because a cut connection looks intact for a while. The merges under one decider form a line. Each start of a site's ranks
-takes part in only one line, and tells its decider so. If a network failure splits the sites, at most one half makes merges: no site
-takes part in both, and two quorums always share a site. If a line has no quorum or loses its decider, the sites whose differences are
-due wait at the merge for the others (`meeting`). All other sites exit; restarted, they join with the others' weights, or begin from a
-checkpoint (`Council.begin`).
+One site is the decider. At a merge, the decider waits for the weight differences of all sites that train, but no longer than a grace
+period, and sends its verdict to all sites. With asynchronous merges, it waits for a quorum, and for sites whose differences have missed the
+allowed number of merges. A verdict needs a quorum: more than half of the run's sites, or a group that includes the site named in the run
+file. The quorum counts the decider, the sites whose differences arrived, and the sites that only follow the decider's merges. A follower
+must have sent a message since the merge was due, because a cut connection looks intact for a while. The merges under one decider form a
+sequence, called a line. Each start of a site's ranks takes part in only one line. If a network failure splits the sites, at most one half
+makes merges, because no site takes part in two lines of merges and two quorums always share a site. If a line has no quorum or loses its
+decider, the sites whose differences are due wait at the merge for the other sites (`meeting`). All other sites exit; when restarted, they
+join with the others' weights, or begin from a checkpoint (`Council.begin`).
 """
 
 import math
@@ -43,7 +43,7 @@ JOINING = -1  # in place of a merge's number: a site waits for the weights of th
 
 
 class Council(SiteMessenger):
-    """The agreement with other sites, on the leading rank of site `site`."""
+    """Agrees with the other sites on merges, on the leading rank of site `site`."""
 
     def quorum(self, sites: Collection[int]) -> bool:
         """True if these sites may merge without the others."""
@@ -52,9 +52,9 @@ class Council(SiteMessenger):
     # --- beginning ---
 
     def begin(self, cuts: Sequence[CheckpointOffer], seconds: float) -> Beginning | None:
-        """Meet the other sites, and agree with them where to begin; None if `seconds` were not enough and the caller must call again.
-        `cuts`: this site's checkpoints. A site with a checkpoint of the run's end waits as at a merge. Raises PeerGone if too few sites
-        connect in time."""
+        """Meet the other sites, and agree with them on the state from which to begin; return None if `seconds` were not enough, so that the
+        caller must call again. `cuts`: this site's checkpoints. A site with a checkpoint of the end of the run waits as at a merge. Raises
+        PeerGone if too few sites connect in time."""
         self._cuts, newest = cuts, max(cuts, default=None)
         end = newest if newest is not None and newest.ended and not self.spec.exchanges_gradients else None
         if self._wire is None:
@@ -100,7 +100,7 @@ class Council(SiteMessenger):
     # --- a merge ---
 
     def post(self, difference: Difference) -> None:
-        """Send this site's difference to all others."""
+        """Send this site's weight difference to all other sites."""
         self._post(self._differences.send(difference, self.line))
 
     def decide(
@@ -116,9 +116,9 @@ class Council(SiteMessenger):
         staleness: int = 0,
         seconds: float = math.inf,
     ) -> Verdict | None:
-        """Return the verdict about the merge of a fragment after `step` steps, with differences that were taken after `sent` steps. The
-        decider makes the verdict, and other sites receive it. None if `seconds` were not enough and the caller must call again. Other
-        arguments are those of `Pending`. Raises PeerGone, and OutOfStepError."""
+        """Return the verdict about the merge of a fragment after `step` steps, with weight differences that were taken after `sent` steps.
+        The decider makes the verdict, and other sites receive it. Return None if `seconds` were not enough, so that the caller must call
+        again. Other arguments are those of `Pending`. Raises PeerGone, and OutOfStepError."""
         merge = Pending(number, fragment, sent, step, members, mark, waiting=waiting, staleness=staleness)
         verdict = self._agreed(merge, self._verdict, seconds)
         if verdict is not None:
@@ -128,7 +128,6 @@ class Council(SiteMessenger):
         return verdict
 
     def _agreed(self, merge: Pending, ask: Callable[[Pending], T | None], seconds: float) -> T | None:
-        """Call `ask` about a merge until it returns an answer, and return this answer; None if `seconds` were not enough."""
         began = time.monotonic()
         if self._due != merge.number:
             self._due, self._due_at, self._due_since = merge.number, began, began
@@ -140,7 +139,8 @@ class Council(SiteMessenger):
         return found
 
     def _in_line(self, merge: Pending, ask: Callable[[Pending], T | None]) -> T | None:
-        """Return the answer of `ask`. If the sites of this line can no longer agree, meet the other sites to form a new line."""
+        """Return the answer of `ask` about a merge. If the sites can no longer agree under the current decider, meet the other sites to
+        begin a new line of merges."""
         if self._gone is not None:
             self._meet_again(*self._gone)
             return None
@@ -153,15 +153,15 @@ class Council(SiteMessenger):
             return None
 
     def _verdict(self, merge: Pending) -> Verdict | None:
-        """Return the verdict about a merge; None if no verdict exists yet."""
         return self._decided(merge) if self.decides else self._awaited(merge)
 
     def _may_stand(self, merge: Pending) -> bool:
-        """True if this site's difference is due at the merge. Another site may exit instead: it loses nothing by joining again."""
+        """True if this site's weight difference is due at the merge, so that the site may wait there. Another site exits instead, because
+        it loses nothing by joining again."""
         return self.site in merge.due
 
     def _leave(self, stand: MergePoint, gone: PeerGone) -> None:
-        """Leave the line, and tell the others at which merge this site waits."""
+        """Leave the current line of merges, and tell the other sites at which merge this site waits."""
         self._gone, self._since = (self.line, gone), time.monotonic()
         if self._roll.takes_part(self.decider):  # else it was started again or has left too, and said how it stands
             self._meeting.forget(self.decider)  # its messages from here on show that it is there
@@ -169,8 +169,8 @@ class Council(SiteMessenger):
         self._post(Hello(stand=stand))
 
     def _meet_again(self, left: str, gone: PeerGone) -> None:
-        """Take part in a line that begins at the merge where this site waits: another site's, or its own once a quorum has met. Raises
-        `gone` if the others continue elsewhere, or too few connect in time."""
+        """Take part in a line of merges that begins at the merge where this site waits: another site's line, or this site's own once a
+        quorum has met. Raises `gone` if the other sites continue without this one, or if too few connect in time."""
         assert self._wire is not None and self._stand is not None and self._since is not None
         waited = time.monotonic() - self._since
         patient = waited < self.pace.grace
@@ -180,7 +180,8 @@ class Council(SiteMessenger):
             raise gone
 
     def _go_on(self, line: str, decider: int) -> None:
-        """Take part in a line from the merge where this site waits, and send its sites the differences that were not merged yet."""
+        """Take part in a line of merges that begins at the merge where this site waits, and send this site's unmerged weight differences
+        again."""
         self._follow(line, decider, self._stand)
         self._roll.begin()
         self._joining.clear()
@@ -189,7 +190,8 @@ class Council(SiteMessenger):
             self.post(difference)
 
     def _decided(self, merge: Pending) -> Verdict | None:
-        """Decide from the other sites' messages, and send them the verdict; None if it is too early to decide."""
+        """Decide about a merge, as the decider, from the received messages, and send the verdict to all sites; return None if it is too
+        early to decide."""
         got = merge.due & self._there(merge.fragment, merge.sent).keys()
         arrived = {site: self._come(merge, site) for site in merge.due}
         verdict = self._judged(merge._replace(got=got, arrived=arrived, waited=time.monotonic() - self._due_since))
@@ -203,13 +205,11 @@ class Council(SiteMessenger):
         return verdict
 
     def _come(self, merge: Pending, site: int) -> int:
-        """Return how many of a site's unmerged differences have arrived, counted up to the first missing one."""
         steps = merge.waiting.get(site, (merge.sent,))
         there = (site in self._there(merge.fragment, sent) for sent in steps)
         return sum(1 for _ in takewhile(bool, there))
 
     def _judged(self, merge: Pending) -> Verdict | None:
-        """Return the verdict; None if it is too early to decide."""
         (number, fragment, sent, step, members, _, got, waited), due = merge[:8], merge.due
         awaited = merge.stale if self.quorum(got) else due - got
         may_come = {site for site in awaited if self._roll.takes_part(site)}
@@ -221,7 +221,7 @@ class Council(SiteMessenger):
             if not self.quorum(hoped) or (due and not got | may_come) or waited >= self._patience:
                 away = (set(range(self.spec.count)) - here) | (due - got)
                 raise PeerGone(
-                    f"{are(away, self.spec)} away, and the others do not form a quorum: waited {waited:.0f} s at step {step}"
+                    f"{are(away, self.spec)} away, and the others do not form a quorum: this site waited {waited:.0f} s at step {step}"
                 )
             return None
         left = merge.stale | {site for site in members if site != self.site and not self._roll.takes_part(site)}
@@ -235,20 +235,19 @@ class Council(SiteMessenger):
         return Verdict(number, fragment, sent, step, *sets, count=self.spec.count, stop=stop, steps=steps)
 
     def _is_near(self, site: int, waited: float) -> bool:
-        """True if a site is connected, or may still reconnect within the grace period."""
         assert self._wire is not None
         return waited < self.pace.grace or self._wire.connected(site)
 
     def _awaited(self, merge: Pending) -> Verdict | None:
-        """Return the decider's verdict; None if it has not arrived."""
         verdict = self._verdicts.take(merge, self.line, site=self.site, decider=self.decider)
         if verdict is None:
             self._need_decider(self._due_since, merge.step, missed=self._verdicts.missed(self.line, merge.number))
         return verdict
 
     def _need_decider(self, began: float, step: int, *, missed: bool = False) -> None:
-        """Raise PeerGone if the decider was restarted, or has been cut off for the grace period, or silent for the longer patience. A
-        busy decider is not silent: it sends a message after each step. `missed`: later verdicts arrived, but the due one did not."""
+        """Raise PeerGone if the decider was restarted, has been disconnected for the grace period, or has sent no message for the longer
+        time `patience`. (A busy decider still sends a message after each step.) `missed`: verdicts about later merges have arrived, but not
+        the one that is due."""
         assert self._wire is not None
         now = time.monotonic()
         connected = self._wire.connected(self.decider) and not missed
@@ -256,17 +255,18 @@ class Council(SiteMessenger):
         lost = self._lost_since is not None and now - self._lost_since >= self.pace.grace
         silent = now - max(began, self._roll.last_word(self.decider))
         if lost or not self._roll.takes_part(self.decider) or silent >= self._patience:
-            what = "has made later merges than the one that is due here" if missed else "is away"
-            raise PeerGone(f"{self.spec.named(self.decider)}, which decides, {what}: waited {now - began:.0f} s at step {step}")
+            who = f"{self.spec.named(self.decider)}, the decider,"
+            text = f"{who} has made later merges than the one that is due on this site" if missed else f"{who} is away"
+            raise PeerGone(f"{text}: this site waited {now - began:.0f} s at step {step}")
 
     def gather(self, verdict: Verdict, seconds: float) -> bool:
-        """Wait for the differences that a verdict merges; True once they have arrived, False if `seconds` were not enough and the
-        caller must call again. Raises PeerGone if one does not arrive within the grace period."""
+        """Wait for the weight differences that a verdict merges; return True once they have arrived, False if `seconds` were not enough, so
+        that the caller must call again. Raises PeerGone if a difference does not arrive within the grace period."""
         began = time.monotonic()
         while missing := {site for site, sent in verdict.takes(self._waiting) if site not in self._there(verdict.fragment, sent)}:
             if time.monotonic() - self._decided_at >= self.pace.grace:
                 raise PeerGone(
-                    f"{are(missing, self.spec)} away from {self.spec.named(self.site)}, and the others have merged the "
+                    f"{are(missing, self.spec)} away from {self.spec.named(self.site)}, but the other sites have merged the "
                     f"differences sent after step {verdict.sent}"
                 )
             if time.monotonic() - began >= seconds:
@@ -275,7 +275,8 @@ class Council(SiteMessenger):
         return True
 
     def differences(self, verdict: Verdict, *, bytes_each: int) -> list[Difference]:
-        """Return the differences that a verdict merges, in the order of the sites. Raises as `gather`, and OutOfStepError."""
+        """Return the weight differences that a verdict merges, in the order of the sites. Raises the errors of `gather`, and
+        OutOfStepError."""
         self.gather(verdict, math.inf)
         return self._differences.take(verdict, self.line, bytes_each=bytes_each, waiting=self._waiting)
 
@@ -285,8 +286,8 @@ class Council(SiteMessenger):
     # --- taking part anew ---
 
     def join_reply(self, seconds: float) -> JoinReply | None:
-        """Return the decider's reply to this joining site, once the weights of all fragments have arrived too; None if `seconds` were
-        not enough and the caller must call again. Raises PeerGone if the decider is lost."""
+        """Return the decider's reply to this joining site, once the weights of all fragments have arrived; None if `seconds` were not
+        enough, so that the caller must call again. Raises PeerGone if the decider is lost."""
         began = time.monotonic()
         self._due, self._due_since = JOINING, self._due_since if self._due == JOINING else began
         self._roll.expect(self.decider)
@@ -302,13 +303,12 @@ class Council(SiteMessenger):
     # --- the end ---
 
     def end(self, number: int, step: int, mark: str, members: Mapping[int, int], *, seconds: float) -> bool | None:
-        """Announce that this site has saved all `number` merges of the run. True once this site may exit; False if another site asks
-        for the weights; None if `seconds` were not enough and the caller must call again. Other arguments are those of `decide`. Raises
-        PeerGone."""
+        """Announce that this site has saved all `number` merges of the run. Return True once this site may exit, False if another site asks
+        for the weights, and None if `seconds` were not enough, so that the caller must call again. Other arguments are those of `decide`.
+        Raises PeerGone."""
         return self._wire is None or self._agreed(Pending(number, 0, step, step, members, mark), self._ended, seconds)
 
     def _ended(self, merge: Pending) -> bool | None:
-        """True if this site may exit, False if another site asks for the weights, else None."""
         if self._leaving.own is None:
             self._leaving.own = End(self.line, merge.mark)
             self._post(self._leaving.own)
@@ -325,12 +325,12 @@ class Council(SiteMessenger):
             self._need_decider(self._due_since, merge.step)
         if not enough and self.decides and waited >= self._patience:
             others = set(range(self.spec.count)) - saved
-            text = "and no quorum has saved the run's last merge"
-            raise PeerGone(f"{are(others, self.spec)} away, {text}: waited {waited:.0f} s at step {merge.step}")
+            text = f"{are(others, self.spec)} away, and no quorum has saved the run's last merge"
+            raise PeerGone(f"{text}: this site waited {waited:.0f} s at step {merge.step}")
         return None
 
     def _unsaved(self, merge: Pending, saved: Set[int]) -> set[int]:
-        """Return the sites that may still save the last merge: they train or are connected, and have sent a message within the grace
+        """Return the sites that may still save the last merge: those that train or are connected and have sent a message within the grace
         period."""
         assert self._wire is not None
         since = time.monotonic() - self.pace.grace

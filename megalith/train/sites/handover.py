@@ -1,5 +1,5 @@
-"""Transfer of the merged weights to a joining site. The decider sends whole tensors: anchors, and then velocities. On either site, all
-ranks call these functions together."""
+"""Transfers the merged weights to a joining site. The decider sends whole tensors: anchors, and then velocities. All ranks of a site call
+these functions together."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from megalith.train.sites.whole_tensors import WholeTensors
 def send_weights(
     fragments: Sequence[Fragment], state: OuterState, wholes: WholeTensors, council: Council | None, *, sites: Sequence[int]
 ) -> None:
-    """Send the merged weights to `sites`. `council`: given on the leading rank only."""
+    """Send the merged weights to `sites`. `council` is None except on the leading rank."""
     for fragment in fragments:
         mine = [piece.name for piece in fragment.pieces if piece.name in state.anchors]
         still = {name: state.velocities.get(name, torch.zeros_like(state.anchors[name])) for name in mine}
@@ -26,7 +26,7 @@ def send_weights(
 
 
 def receive_weights(fragments: Sequence[Fragment], state: OuterState, wholes: WholeTensors, council: Council | None) -> None:
-    """Store this rank's shares of the received merged weights. `council`: given on the leading rank only."""
+    """Store this rank's shares of the received merged weights. `council` is None except on the leading rank."""
     for fragment in fragments:
         size = sum(piece.numel for piece in fragment.pieces)
         values = torch.empty(2 * size) if council is None else council.fragment_values(fragment.number).values

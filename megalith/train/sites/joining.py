@@ -1,5 +1,5 @@
-"""Sites that join a line of merges with the others' weights: the decider's record of them, and the weights that a joining site has
-received."""
+"""Records for joining sites, which get the merged weights from the decider: the decider's record of them, and the weights that a joining
+site has received."""
 
 from collections.abc import Collection
 
@@ -7,38 +7,38 @@ from megalith.train.sites.messages import FragmentValues, Hello, JoinReply, Read
 
 
 class Joining:
-    """One site's record of the sites that join."""
+    """One site's record of joining sites."""
 
     def __init__(self, fragments: int) -> None:
-        """`fragments`: of the model."""
+        """`fragments`: the number of fragments of the model."""
         self._fragments = fragments
         self.asks: Hello | Ready | None = None
-        """This site's request to the decider for the weights."""
+        """This site's newest request or announcement to the decider about joining."""
         self.asking: set[int] = set()
-        """Sites that ask this one for the weights."""
+        """The sites that ask this site for the weights."""
         self.ready: set[int] = set()
-        """Sites that have all merges so far, and can train."""
+        """The sites that have the weights of all merges so far, and can train."""
         self._told: JoinReply | None = None
         self._held: dict[int, FragmentValues] = {}
 
     def forget(self, site: int) -> None:
-        """Forget a site that was started again."""
+        """Forget a site, because it was restarted."""
         self.asking.discard(site)
         self.ready.discard(site)
 
     def clear(self) -> None:
-        """Forget all sites: this one decides in a new line."""
+        """Forget all sites, because a new line of merges begins."""
         self.asking.clear()
         self.ready.clear()
 
     def take(self, members: Collection[int]) -> list[int]:
-        """Return the sites that ask for the weights, each once; of `members`, only those that have left."""
+        """Return the sites that ask for the weights and are not among `members`, and forget their requests."""
         found = sorted(self.asking - set(members))
         self.asking -= set(found)
         return found
 
     def note(self, message: JoinReply | FragmentValues) -> None:
-        """Keep a message with weights from the decider."""
+        """Keep a message of the decider's reply to this joining site."""
         if isinstance(message, JoinReply):
             self._told = message
             self._held.clear()
@@ -47,7 +47,7 @@ class Joining:
 
     @property
     def join_reply(self) -> JoinReply | None:
-        """The decider's reply to this site, once the weights of all fragments have arrived; None before."""
+        """The decider's reply to this site; None until the weights of all fragments have arrived."""
         return self._told if len(self._held) == self._fragments else None
 
     def fragment_values(self, fragment: int) -> FragmentValues:

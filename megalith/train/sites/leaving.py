@@ -1,6 +1,6 @@
-"""How all sites exit together. A site that has saved the run's last merge tells the others, and exits once a quorum has saved it: then
-the remaining sites cannot form a quorum for another merge. The decider also waits for all sites that still send messages, and sends
-them the weights that they lack."""
+"""How sites exit together at the end of a run. A site that has saved the run's last merge announces this, and exits once a quorum has saved
+it, because the remaining sites cannot then form a quorum for another merge. The decider also waits for all sites that still send messages,
+and sends them the weights that they lack."""
 
 import time
 from collections.abc import Callable
@@ -17,12 +17,12 @@ class Leaving:
     def __init__(self, site: int) -> None:
         self._site = site
         self.own: End | None = None
-        """This site's own message, once it has saved the last merge."""
+        """This site's own announcement; None until it has saved the last merge."""
         self._others: dict[int, End] = {}
         self._since: float | None = None
 
     def note(self, site: int, end: End) -> None:
-        """Record the message of a site; the message is valid in every line of merges."""
+        """Record a site's announcement, which is valid in every line of merges."""
         self._others[site] = end
 
     def saved(self, mark: str) -> set[int]:
@@ -34,8 +34,8 @@ class Leaving:
         return any(end.over and end.mark == mark for end in self._others.values())
 
     def close(self, wire: Wire, seconds: float, *, patience: float, beat: Callable[[], object]) -> bool:
-        """Close the connections; True once the others have received all messages, or the patience is over. False if `seconds` were not
-        enough and the caller must call again."""
+        """Close the connections. Return True once the others have received all messages, or after `patience` seconds; False if `seconds`
+        were not enough, so that the caller must call again."""
         began = time.monotonic()
         self._since = began if self._since is None else self._since
         while not wire.close(seconds=TURN_SECONDS):

@@ -1,4 +1,4 @@
-"""A site's part in a run across sites: its connections to the others, and where its ranks begin."""
+"""Builds a site's part in a run across sites: its connections to the other sites, and the checkpoints that it offers them."""
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -31,14 +31,14 @@ ADDRESS_FILE = "site.address"
 
 
 class NoCertificate(RuntimeError):  # noqa: N818  # it says what is missing
-    """The files of `sites.tls` cannot be read, or do not match."""
+    """The files named by `sites.tls` cannot be read, or do not match."""
 
 
 def build(trainer: Trainer, folder: Path, *, beat: Callable[[], object], asked: Callable[[], bool] = lambda: False) -> Sites:
-    """Build this rank's part in the merges. All ranks of a site call it together.
+    """Build this rank's part in the merges. All ranks of a site call this together.
 
-    `folder`: the site's own. `beat` is called several times a second while the rank waits for other sites. `asked`: true once this rank
-    is asked to stop. Raises NoKey without a key, and OSError if the rank cannot listen at the site's address.
+    `folder`: the site's own folder. `beat` is called several times a second while the rank waits for other sites. `asked` returns True once
+    this rank is asked to stop. Raises NoKey if the rank has no key, and OSError if it cannot listen at the site's address.
     """
     run, spec = trainer.run, trainer.run.sites
     assert spec is not None
@@ -61,8 +61,8 @@ def build(trainer: Trainer, folder: Path, *, beat: Callable[[], object], asked: 
 
 
 def _most_waiting(cut: Sequence[Fragment], staleness: int) -> int:
-    """Return the maximum bytes that may queue for a site: weights and velocities, and the differences of SLOW_ROUNDS rounds plus the
-    rounds by which the site may be late."""
+    """Return the maximum number of bytes that may wait to be sent to a site: weights and velocities, and the weight differences of
+    SLOW_ROUNDS rounds plus the rounds by which the site may be late."""
     whole = sum(8 * piece.numel for fragment in cut for piece in fragment.pieces)
     return whole + (SLOW_ROUNDS + staleness) * sum(HEAD_BYTES + fragment.bytes for fragment in cut) + SPARE_BYTES
 
@@ -71,7 +71,7 @@ def _listen(spec: SitesSpec, site: int, folder: Path, *, most_waiting: int) -> P
     if (secret := key.given()) is None:
         names = f"{key.VARIABLE} or {key.FILE_VARIABLE}"
         raise NoKey(
-            f"sites authenticate each other by the run's key, but this rank was given none. Set {names}: `megalith key` makes one"
+            f"sites authenticate each other by the run's key, but this rank has none. Set {names}; `megalith key` creates a key"
         )
     run_dir = folder if site == 0 else folder.parent
 
@@ -98,7 +98,9 @@ def _tls(spec: SitesSpec) -> Tls | None:
     except OSError as error:
         named = ", ".join(map(str, (files.certificate, files.key, files.authority)))
         reason = error.strerror or error
-        raise NoCertificate(f"sites.tls names {named}: {reason}. docs/guide/sites.md has the commands that make them") from error
+        raise NoCertificate(
+            f"sites.tls names {named}: {reason}. docs/guide/sites.md has the commands that create these files"
+        ) from error
 
 
 def parsed(address: str) -> Address:
@@ -110,8 +112,7 @@ def parsed(address: str) -> Address:
 
 
 def cuts_in(folder: Path, *, at_most: int | None, total: int) -> list[CheckpointOffer]:
-    """Return the checkpoints in a folder, of step `most` or earlier, from which a run of `total` samples across sites can be
-    resumed."""
+    """Return the checkpoints in a folder from which a run of `total` samples across sites can be resumed, up to step `at_most`."""
     found = []
     for path in committed(folder):
         try:

@@ -1,5 +1,5 @@
-"""Merges: when a fragment is due, each site sends its difference to the others, and computes new weights from all sites'
-differences."""
+"""Merges the weights of sites. When a fragment is due, each site sends its weight difference to the other sites, and computes new weights
+from the differences of all sites."""
 
 import math
 import time
@@ -35,8 +35,8 @@ REMEMBERED = 1024  # steps whose samples are known
 
 
 class Sites:
-    """One rank's part in the merges of its site with the others. All ranks of a site call its methods together, and all sites at the
-    same steps. A site that does not train takes part in the steps and merges too."""
+    """One rank's part in the merges of its site with the other sites. All ranks of a site call its methods together, and all sites call
+    them at the same steps. A site that does not train also takes part in steps and merges."""
 
     def __init__(
         self,
@@ -50,15 +50,15 @@ class Sites:
         beat: Callable[[], object] = lambda: None,
         asked: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`council`: given on the site's leading rank; None on others. `beat` is called now and then while this site waits for others.
-        `asked`: true once this rank is asked to stop."""
+        """`council` is None except on the site's leading rank. `beat` is called several times a second while this site waits for other
+        sites. `asked` returns True once this rank is asked to stop."""
         assert spec.sites is not None
         self.spec, self.fragments, self.state, self.site = spec.sites, tuple(fragments), state, site
         backlog = Backlog.of_fragments(len(fragments)) if spec.sites.staleness else None
         self.progress = Progress(Deal.first(spec.sites.count, spec.sites.shares, backlog))
         self._phases = Phases.of(spec)
         self.total = self._phases.after(0, spec.train.steps)
-        """Samples of the run."""
+        """The number of samples of the run."""
         self._wholes, self._council, self._ranks = wholes, council, ObjectCollectives(wholes.group)
         self._beat, self._asked = beat, asked
         self._stop = False
@@ -70,21 +70,21 @@ class Sites:
         self._shares: dict[int, Share] = {}
         self._refused = 0
         self.step_hooks: tuple[StepHook, ...] = ()
-        """Hooks of the trainer's steps that these merges need."""
+        """The step hooks that these merges need."""
 
     @property
     def leads(self) -> bool:
-        """True on the rank that sends and receives for its site."""
+        """True on the leading rank, which sends and receives for its site."""
         return self._wholes.rank == 0
 
     @property
     def left(self) -> int:
-        """Number of samples that are not yet assigned to a step."""
+        """The number of samples that are not assigned to a step yet."""
         return self.progress.deal.left(self.total)
 
     @property
     def ended(self) -> bool:
-        """True if the merged weights contain the training on all samples."""
+        """True if the merged weights include the training on all samples."""
         return self.progress.ended(self.total)
 
     def note(self, loss: float) -> None:
@@ -92,19 +92,20 @@ class Sites:
         self._losses.append(loss)
 
     def agree(self, flag: bool) -> bool:
-        """Return on all ranks of this site whether any of them sets the flag."""
+        """Return True on all ranks of this site if `flag` is true on any of them."""
         return self._ranks.any(flag)
 
     # --- beginning ---
 
     def begin(self, cuts: Sequence[CheckpointOffer]) -> Beginning:
-        """Agree with the other sites where to begin. `cuts`: the site's checkpoints, given on its leading rank."""
+        """Agree with the other sites on the state from which to begin. `cuts`: this site's checkpoints, needed only on the leading rank."""
         beginning = self._wait_for(lambda council: council.begin(cuts, WAIT_SECONDS))
         self.enters = beginning.anew
         return beginning
 
     def resume(self) -> None:
-        """Take part with the loaded state, and send again the differences that were in flight when that state was saved."""
+        """Take part in merges with the loaded state, and send again the weight differences that were in flight when this state was
+        saved."""
         deal = self.progress.deal
         self._trains = self.site in deal.members
         for step, number, message in self.state.flying:
@@ -113,7 +114,7 @@ class Sites:
         self._send_ready()
 
     def enter(self) -> int:
-        """Join the others: wait for their merged weights, and return the number of steps that the others have done."""
+        """Join the other sites: wait for their merged weights, and return the number of steps that they have done."""
         reply = self._wait_for(lambda council: council.join_reply(WAIT_SECONDS))
         handover.receive_weights(self.fragments, self.state, self._wholes, self._council)
         self.enters = False
@@ -125,14 +126,13 @@ class Sites:
         return reply.step
 
     def _send_ready(self) -> None:
-        """If this site does not train yet, announce that it is ready to."""
         if not self._trains and self._council is not None:
             self._council.send_ready()
 
     def _wait_for(self, ask: Callable[[Council], T | None]) -> T:
-        """Return the council's answer on every rank of the site. While `ask` returns None, it is called again, and all ranks learn each
-        time that the leading rank still waits. So no rank times out, however long the other sites take. Raises StopAsked, on all ranks
-        together, if a rank is asked to stop meanwhile."""
+        """Return the answer of `ask` on every rank of the site. While `ask` returns None, the leading rank calls it again, and tells all
+        ranks each time that it still waits, so that no rank times out. Raises StopAsked, on all ranks together, if a rank is asked to stop
+        meanwhile."""
         began = time.monotonic()
         while (found := self._tell(ask(self._council) if self._council is not None else None)) is None:
             self._beat()
@@ -141,7 +141,6 @@ class Sites:
         return found
 
     def _tell(self, value: T) -> T:
-        """Return the leading rank's value on every rank of the site."""
         return self._ranks.broadcast(value) if self._wholes.size > 1 else value
 
     # --- steps ---
@@ -158,7 +157,7 @@ class Sites:
         return turn
 
     def share(self, step: int) -> Share:
-        """Return the samples that this site was assigned in a recent step."""
+        """Return the samples that were assigned to this site in a recent step."""
         return self._shares[step]
 
     def due(self, step: int) -> bool:
@@ -166,9 +165,9 @@ class Sites:
         return not self.left or bool(self.progress.midway or self._arriving(step) or [*sent_after(step, self.spec)])
 
     def after_step(self, step: int, *, stop: bool) -> Round:
-        """Send and merge the fragments that are due after `step` steps of the run; all fragments, if no samples are left. `stop`: this
-        site was asked to stop, and tells the others with its next message. The others may continue without this site; if not, all stop
-        at the same merge. If they are absent, this site stops before a merge (`Progress.midway`), and another call makes the remaining
+        """Send and merge the fragments that are due after `step` steps of the run; if no samples are left, all fragments. `stop`: this site
+        was asked to stop, and announces this in its next message. If the other sites cannot continue without this site, all stop at the
+        same merge. If the other sites are absent, this site stops before a merge (`Progress.midway`), and another call makes the remaining
         merges."""
         self._stop |= stop
         if self._council is not None:
@@ -189,14 +188,13 @@ class Sites:
         return self._outcome(made)
 
     def _outcome(self, made: Sequence[MergeResult]) -> Round:
-        """Return the outcome of merges."""
         alone = self.progress.midway is not None or (self._stop and not self._trains)
         stopping = alone or any(verdict.stop for verdict, _ in made)
         before, self._refused = self._refused, self._council.turned_away if self._council is not None else 0
         return Round(tuple(event for _, event in made if event is not None), stopping, self._refused - before)
 
     def end(self, step: int) -> bool:
-        """Wait, once the run's last step is saved, until the others have saved its merges too: otherwise they might end with different
+        """After the run's last step is saved, wait until enough other sites have saved its merges too, so that all end with the same
         weights. Meanwhile, send the weights to sites that rejoin. Return False if a stop was requested. Raises PeerGone."""
         known = (self.progress.merges, step, self.progress.mark, self.progress.deal.members)
         try:
@@ -207,12 +205,11 @@ class Sites:
         return True
 
     def close(self) -> None:
-        """Close the connections to the other sites, once they have received all messages. All ranks of a site call it together."""
+        """Close the connections to the other sites, once they have received all messages. All ranks of a site call this together."""
         with suppress(StopAsked):
             self._wait_for(lambda council: council.close(WAIT_SECONDS) or None)
 
     def _arriving(self, step: int) -> list[int]:
-        """Return the fragments in flight that are merged after `step` steps."""
         return [
             number
             for number, sent in enumerate(self.state.sent.tolist())
@@ -220,7 +217,8 @@ class Sites:
         ]
 
     def _merges(self, step: int) -> Iterator[MergeResult]:
-        """Send and merge the fragments that are due after `step` steps, except those that were done before a stop interrupted this."""
+        """Send and merge the fragments that are due after `step` steps. If a stop interrupted an earlier call, make only the remaining
+        merges."""
         before, self.progress.midway = self.progress.midway, None
         self._taken = set(before.taken) if before is not None else set()
         ends = before is not None and before.ends
@@ -235,7 +233,7 @@ class Sites:
             raise
 
     def _some(self, step: int) -> Iterator[MergeResult]:
-        """Merge the fragments in flight that are due at this step, and send those whose turn it is."""
+        """Merge the fragments whose sent weight differences are due after this step, and send the fragments whose turn it is."""
         for number in self._arriving(step):
             yield self._merge(number, step)
         for number in sent_after(step, self.spec):
@@ -243,8 +241,8 @@ class Sites:
                 yield from self._take(number, step, wait=not self.spec.overlap)
 
     def _all(self, step: int) -> Iterator[MergeResult]:
-        """Merge the fragments in flight, in the order in which they were sent; then send and merge those that this step did not send.
-        All sites end with the merged weights."""
+        """Merge the fragments that were sent but not merged yet, in the order in which they were sent; then send and merge those that were
+        not sent after this step. All sites end with the merged weights."""
         under_way = sorted((sent, number) for number, sent in enumerate(self.state.sent.tolist()) if sent != NOT_SENT)
         for _, number in under_way:
             yield self._merge(number, step)
@@ -257,8 +255,8 @@ class Sites:
     # --- one fragment ---
 
     def _take(self, number: int, step: int, *, wait: bool) -> Iterator[MergeResult]:
-        """Send the difference of a fragment and, if `wait`, merge it. A stop before the merge makes the difference count as not sent,
-        unless checkpoints hold differences in flight."""
+        """Send a fragment's weight difference and, if `wait`, merge the fragment. If a stop comes before the merge, the difference counts
+        as not sent, unless checkpoints contain differences in flight."""
         left_out = self._send(number, step)
         try:
             if wait:
@@ -272,15 +270,14 @@ class Sites:
         self._keep(number, left_out)
 
     def _keep(self, number: int, left_out: Mapping[str, Tensor]) -> None:
-        """Keep the remainder that a fragment's message left out, for its next message."""
         self._taken.add(number)
         for name, rest in left_out.items():
             self.state.feedback[name].copy_(rest)
 
     @torch.no_grad()
     def _send(self, number: int, step: int) -> dict[str, Tensor]:
-        """Compute the difference of a fragment and send it. Return the remainder that the message leaves out. A site that does not
-        train only records that the others send the fragment."""
+        """Compute a fragment's weight difference and send it; return the remainder that rounding left out of the message. If this site does
+        not train, only record that the other sites send the fragment."""
         fragment, state, wholes = self.fragments[number], self.state, self._wholes
         state.sent[number], deal = step, self.progress.deal
         deal.send(number, step)
@@ -309,7 +306,6 @@ class Sites:
         return {name: values[name] - told[name] for name in values.keys() & state.feedback.keys()}
 
     def _difference(self, fragment: Fragment) -> dict[str, Tensor]:
-        """Return this rank's shares of the site's differences."""
         state = self.state
         return {
             piece.name: outer.difference(state.anchors[piece.name], state.weight(piece.name), state.left_out(piece.name))
@@ -319,8 +315,8 @@ class Sites:
 
     @torch.no_grad()
     def _merge(self, number: int, step: int) -> MergeResult:
-        """Wait for the verdict about a fragment and the differences that it merges, then update the merged weights and the site's
-        own."""
+        """Wait for the verdict about a fragment and for the weight differences that it merges; then update the merged weights and the
+        site's own weights."""
         fragment, state, progress = self.fragments[number], self.state, self.progress
         began, sent = time.perf_counter(), int(state.sent[number])
         due, deal = (progress.merges, number, sent, step), progress.deal
@@ -360,8 +356,8 @@ class Sites:
         return MergeResult(verdict, event)
 
     def _serve(self, step: int, members: Collection[int]) -> None:
-        """Send the merged weights to sites that ask for them and are not among `members`. All ranks of the deciding site gather these
-        weights."""
+        """Send the merged weights to sites that ask for them and are not among `members`. All ranks of the decider take part, because the
+        weights are gathered from them."""
         asking = self._tell(self._council.asking(members) if self._council is not None else [])
         if not asking:
             return
@@ -374,7 +370,6 @@ class Sites:
         handover.send_weights(self.fragments, state, self._wholes, self._council, sites=asking)
 
     def _decoded(self, fragment: Fragment, encoded: Tensor) -> dict[str, Tensor]:
-        """Return this rank's boxes of the values decoded from `encoded`, fp32 on the CPU."""
         found, at = {}, 0
         for piece in fragment.pieces:
             if piece.name in self.state.names:
@@ -385,8 +380,8 @@ class Sites:
         return found
 
     def _eager(self, name: str, own: Tensor | None, counted: Sequence[int]) -> Tensor:
-        """Return this rank's share of an anchor after a merge of only the site's own difference, at the weight that the merge will give
-        it. Return the anchor itself if the site sent no difference."""
+        """Return this rank's share of an anchor as it would be if only the site's own difference `own` were merged, with the weight that it
+        has in the merge. If `own` is None, the result equals the anchor."""
         anchor, velocity = self.state.anchors[name].clone(), self.state.velocities.get(name)
         if own is not None:
             own = own.to(anchor.device) * (counted[self.site] / sum(counted))
@@ -394,8 +389,8 @@ class Sites:
         return anchor
 
     def _mean(self, name: str, theirs: Sequence[Tensor], taken: Sequence[Taken], spread: Tensor) -> Tensor:
-        """Return this rank's share of the mean over sites of one tensor, on the CPU. `theirs`: the values of the differences `taken`.
-        `spread` [2]: squares of the mean, and of the distance to it, are added there."""
+        """Return this rank's share of a tensor's mean over sites, on the CPU. `theirs`: the values of the differences `taken`. Add to
+        `spread` [2] the squared norm of the mean, and the mean squared distance of the differences to it."""
         weights = [one.weight for one in taken]
         gradient = outer.mean(theirs, weights)
         if name in self._wholes.owned:
@@ -407,8 +402,7 @@ class Sites:
     def _update(
         self, name: str, theirs: Sequence[Tensor], taken: Sequence[Taken], counted: Sequence[int], spread: Tensor
     ) -> None:
-        """Merge this rank's share of one tensor. `counted`: the weight of each site in the mean. Other arguments are those of
-        `_mean`."""
+        """Merge this rank's share of one tensor. `counted`: each site's weight in the mean. Other arguments are those of `_mean`."""
         state = self.state
         gradient = self._mean(name, theirs, taken, spread).to(state.anchors[name].device)
         weight, trained = state.weight(name), state.is_trained(name)
@@ -427,7 +421,7 @@ class Sites:
 
     @contextmanager
     def merged(self) -> Iterator[None]:
-        """Use the merged weights in the model while the block runs."""
+        """Inside the `with` block, the model uses the merged weights."""
         self.state.swap()
         try:
             yield

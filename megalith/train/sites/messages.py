@@ -1,4 +1,4 @@
-"""Messages between sites, which their leading ranks send over `fleet.secure.peers`. The first byte of a message is its kind."""
+"""Messages that the leading ranks of sites send each other over `fleet.secure.peers`. The first byte of a message is its kind."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ from torch import Tensor
 from megalith.spec.sites import HEAD_BYTES, STEP_BYTES, VERDICT_BYTES
 
 LENGTH_BYTES = 8
-"""Bytes that the transport puts in front of a message."""
+"""The number of bytes that the transport puts in front of a message."""
 LINE_BYTES = MARK_BYTES = 8
 _DIFFERENCE = struct.Struct(f">cB2xIQd{LINE_BYTES}s")  # kind, a request to stop, fragment, step, mean loss, line
 _VERDICT = struct.Struct(
@@ -24,7 +24,7 @@ assert _VERDICT.size + LENGTH_BYTES == VERDICT_BYTES
 
 
 class CheckpointOffer(NamedTuple):
-    """A checkpoint from which a run across sites can be resumed. Two sites hold the same one if all fields are equal."""
+    """A checkpoint from which a run across sites can be resumed. Two sites hold the same checkpoint if all fields are equal."""
 
     step: int
     mark: str
@@ -32,9 +32,9 @@ class CheckpointOffer(NamedTuple):
     samples: int
     members: tuple[int, ...]
     merges: int = 0
-    """Merges before it."""
+    """The number of earlier merges."""
     ended: bool = False
-    """True if this checkpoint is the run's end: no sample and no merge is left."""
+    """True if this checkpoint is the end of the run, with no sample and no merge left."""
 
     @property
     def merge_point(self) -> "MergePoint":
@@ -46,10 +46,10 @@ class MergePoint(NamedTuple):
     """A merge at which a site waits, without having lost any state. Two sites wait at the same merge if all fields are equal."""
 
     number: int
-    """Merges before it."""
+    """The number of earlier merges."""
     step: int
     mark: str
-    """The digest of the merges before this one."""
+    """The digest of all merges before this one."""
 
 
 def _cut(fields: list[Any]) -> CheckpointOffer:
@@ -59,10 +59,10 @@ def _cut(fields: list[Any]) -> CheckpointOffer:
 
 @dataclass(frozen=True)
 class Hello:
-    """The state of a site, sent to each site that it connects to. `line`: the name of its line of merges; empty if it is in none.
-    `decides`: that line's decider. `asks`: the site asks to join a line in progress. `cuts`: its checkpoints. `stand`: the merge at
-    which its line began, if no checkpoint was there and sites that wait at this merge may still join; for a site in no line, the merge
-    at which it waits."""
+    """The state of a site, which it sends to each site to which it connects. `line`: the name of the site's line of merges; empty if it
+    takes part in none. `decides`: the decider of this line. `asks`: the site asks to join a line in progress. `cuts`: the site's
+    checkpoints. `stand`: if the site takes part in no line, the merge at which it waits; else the merge at which its line began, if the
+    line did not begin from a checkpoint."""
 
     kind = b"h"
     line: str = ""
@@ -83,7 +83,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class Start:
-    """Message to all sites to begin: from the checkpoint `cut`, or from the initial weights."""
+    """A message to all sites to begin, from the checkpoint `cut` or, if this is None, from the initial weights."""
 
     kind = b"s"
     line: str
@@ -100,7 +100,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Difference:
-    """One site's difference of a fragment."""
+    """One site's weight difference for a fragment."""
 
     kind = b"d"
     fragment: int
@@ -108,7 +108,7 @@ class Difference:
     stop: bool
     loss: float
     encoded: Tensor
-    """Scales and codes: uint8 on the CPU."""
+    """The encoded difference, scales and codes: uint8 on the CPU."""
     line: str = ""
 
     def pack(self) -> bytes:
@@ -124,9 +124,9 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The record of a decided merge; `number` merges were made before it. The sites `merged` took differences of `fragment` after
-    `sent` steps, and the mean of these is merged after `step` steps. From this merge on, the sites `left` do not train, the sites
-    `joined` do, and a step's batch is divided among `count` sites."""
+    """The record of a decided merge; `number` merges were made before it. The sites `merged` took weight differences of `fragment` after
+    `sent` steps, and the mean of these differences is merged after `step` steps. From this merge on, the sites `left` no longer train, the
+    sites `joined` train, and `count` sites share each step's batch."""
 
     kind = b"v"
     number: int
@@ -138,10 +138,11 @@ class Verdict:
     joined: tuple[int, ...] = ()
     count: int = 1
     stop: bool = False
-    """All sites stop here."""
+    """True if all sites stop after this merge."""
     line: str = ""
     steps: tuple[int, ...] = ()
-    """For each merged site, the step after which it took its newest difference in this merge; empty where merges are synchronous."""
+    """For each merged site, the step after which it took the newest weight difference that this merge contains; empty where merges are
+    synchronous."""
 
     def pack(self) -> bytes:
         sets = [sum(1 << site for site in sites) for sites in (self.merged, self.left, self.joined)]
@@ -158,16 +159,16 @@ class Verdict:
 
     @property
     def newest(self) -> dict[int, int]:
-        """For each merged site, the step after which it took its newest difference in this merge."""
+        """For each merged site, the step after which it took the newest weight difference that this merge contains."""
         return dict(zip(self.merged, self.steps or [self.sent] * len(self.merged), strict=True))
 
     def takes(self, waiting: Mapping[int, Sequence[int]]) -> list[tuple[int, int]]:
-        """Return the site and the step of each merged difference, in the order of the sum. `waiting`: with asynchronous merges, for
-        each site, the steps after which its unmerged differences were taken."""
+        """Return the site and the step of each merged weight difference, in the order in which they are summed. `waiting`: with
+        asynchronous merges, for each site, the steps after which its unmerged differences were taken."""
         return [(site, sent) for site, last in self.newest.items() for sent in waiting.get(site, [last]) if sent <= last]
 
     def mark(self, before: str) -> str:
-        """Return the digest of all merges up to this one. `before`: the digest of all earlier merges."""
+        """Return the digest of all merges up to this one. `before`: the digest of the earlier merges."""
         told = asdict(self) | {"stop": False, "line": ""}
         if not self.steps:  # which logs of earlier versions lack
             del told["steps"]
@@ -176,8 +177,8 @@ class Verdict:
 
 @dataclass(frozen=True)
 class JoinReply:
-    """The data, besides tensors, that a joining site needs: steps done, merges recorded and their digest, `sent` (for each fragment,
-    the step at which differences were taken that are not merged yet), and the record of how samples are divided (`Deal`)."""
+    """The decider's reply to a joining site, without tensors: the number of steps done, the number of merges and their digest, the record
+    of how samples are divided (`Deal`), and `sent`: for each fragment, the step after which its unmerged weight differences were taken."""
 
     kind = b"t"
     line: str
@@ -215,7 +216,7 @@ class FragmentValues:
 
 @dataclass(frozen=True)
 class Ready:
-    """A joining site has all merges so far, and can train."""
+    """The announcement of a joining site that it has the weights of all merges so far, and can train."""
 
     kind = b"r"
     line: str
@@ -230,8 +231,8 @@ class Ready:
 
 @dataclass(frozen=True)
 class End:
-    """This site has saved the merged weights of the run's last merge. `mark`: the digest of all merges. `over`: a quorum has saved
-    these weights, so every site that has them may exit."""
+    """The announcement of a site that it has saved the weights of the run's last merge. `mark`: the digest of all merges. `over`: a quorum
+    has saved these weights, so every site that has them may exit."""
 
     kind = b"e"
     line: str

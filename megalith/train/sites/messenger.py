@@ -1,4 +1,4 @@
-"""Messages between the leading ranks of sites, and the records that one leading rank keeps of received messages."""
+"""Sends and receives messages on a site's leading rank, and keeps records of the received messages."""
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -32,7 +32,7 @@ KEEPALIVE_SECONDS = 0.5  # between words of a site to the one that decides
 
 
 class SiteMessenger:
-    """The messages of site `site`, and the line of merges in which it takes part."""
+    """Sends and receives the messages of site `site`, and holds the line of merges in which the site takes part."""
 
     def __init__(
         self,
@@ -45,10 +45,10 @@ class SiteMessenger:
         limit: float,
         beat: Callable[[], object] = lambda: None,
     ) -> None:
-        """`wire`: None if the run has one site. `patience`: seconds that a merge waits for a site that the quorum needs, and that a
-        finished site stays at most, so that the others get its messages. `start`: seconds that a site may take for its first round;
-        after a quarter of this, a quorum begins without the others. `limit`: seconds to wait for a quorum. `beat`: called several times
-        a second."""
+        """`wire` is None if the run has only one site. `patience`: seconds for which a merge waits for a site that the quorum needs, and
+        for which a finished site stays at most until the others have received its messages. `start`: seconds that a site may take for its
+        first round; a quorum that has met waits a quarter of this for further sites. `limit`: seconds to wait for a quorum. `beat` is
+        called several times a second."""
         self.spec, self.site, self._wire = spec, site, wire
         self._patience, self._start_seconds, self._limit, self._beat = patience, start, limit, beat
         self._since: float | None = None  # when this site began to wait for the others
@@ -92,8 +92,7 @@ class SiteMessenger:
         self._post(self._joining.asks, to=self.decider)
 
     def asking(self, members: Collection[int]) -> list[int]:
-        """Return the sites that ask for the weights, each once (if this site is the decider); of `members`, only those that have
-        left."""
+        """If this site is the decider, return the sites that ask for the weights and are not among `members`, and forget their requests."""
         return self._joining.take(members) if self.decides else []
 
     def send(self, sites: Sequence[int], message: JoinReply | FragmentValues) -> None:
@@ -102,11 +101,11 @@ class SiteMessenger:
             self._post(message, to=site)
 
     def fragment_values(self, fragment: int) -> FragmentValues:
-        """Return the weights of a fragment, which the decider's reply has announced."""
+        """Return the received weights of a fragment."""
         return self._joining.fragment_values(fragment)
 
     def send_ready(self) -> None:
-        """Announce that this site has all merges so far, and can train."""
+        """Announce that this site has the weights of all merges so far, and can train."""
         self._joining.asks = Ready(self.line)
         if self.decides:
             self._joining.ready.add(self.site)
@@ -115,18 +114,18 @@ class SiteMessenger:
 
     @property
     def turned_away(self) -> int:
-        """Connections that did not prove the run's key."""
+        """The number of connections refused because they did not prove possession of the run's key."""
         return self._wire.turned_away if self._wire is not None else 0
 
     def close(self, seconds: float) -> bool:
-        """Close the connections; True once the others have received all messages, or the patience is over. False if `seconds` were not
-        enough and the caller must call again."""
+        """Close the connections. Return True once the others have received all messages, or when `patience` is over; False if `seconds`
+        were not enough, so that the caller must call again."""
         if self._wire is None:
             return True
         return self._leaving.close(self._wire, seconds, patience=self._patience, beat=self._beat)
 
     def listen(self) -> None:
-        """Process the received messages, and answer newly connected sites. Returns at once."""
+        """Process the received messages and answer newly connected sites, without waiting."""
         self._receive(0.0)
 
     # --- received messages ---
@@ -136,7 +135,6 @@ class SiteMessenger:
             self._wire.send(message.pack(), to)
 
     def _receive(self, seconds: float) -> None:
-        """Handle the messages that have arrived; if none has, wait up to `seconds` for one."""
         self._beat()
         if self._wire is None:
             return
@@ -147,7 +145,8 @@ class SiteMessenger:
             news = self._wire.next(0.0)
 
     def _send_keepalive(self) -> None:
-        """From time to time tell the decider that this site is alive and in its line; the decider sends this message to all sites."""
+        """At intervals, tell the decider that this site is alive and takes part in its line of merges; the decider sends this message to
+        all sites."""
         now = time.monotonic()
         if self.line and now - self._said >= KEEPALIVE_SECONDS:
             self._said = now

@@ -1,8 +1,8 @@
-"""The arithmetic of a merge. All of it is elementwise, so each rank can compute its own share, and every site gets the same bits.
+"""The arithmetic of a merge. All operations are elementwise, so each rank can compute its own share, and every site gets the same bits.
 
-A site sends the difference between the weights of the last merge (the anchor) and its own. The mean over sites is the outer gradient,
-with which SGD updates the anchor: with Nesterov's momentum that is DiLoCo (arXiv:2311.08105, algorithm 1). Operations are kept
-separate, so that no machine fuses two of them, which would round differently.
+A site sends the difference between the weights of the last merge (the anchor) and its own weights. The mean of the differences over sites
+is the outer gradient, with which SGD updates the anchor; with Nesterov's momentum, this is DiLoCo (arXiv:2311.08105, algorithm 1).
+Operations are kept separate, because fused operations would round differently.
 """
 
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ from megalith.spec.sites import SitesSpec
 
 
 def difference(anchor: Tensor, weight: Tensor, feedback: Tensor | None) -> Tensor:
-    """Return a site's difference: the anchor minus its own weights, plus the remainders of earlier roundings."""
+    """Return a site's weight difference: the anchor minus the site's own weights, plus the remainder of earlier roundings."""
     found = anchor - weight
     return found if feedback is None else found + feedback
 
 
 def mean(differences: Sequence[Tensor], shares: Sequence[int]) -> Tensor:
-    """Return the mean over sites, each weighted by its share of the samples. The sum is in fp32, in the given order: that of the sites'
-    numbers."""
+    """Return the mean of the sites' differences, each weighted by the site's number of samples. The sum is computed in fp32, in the order
+    of the sites' numbers."""
     total = differences[0].float() * shares[0]
     for each, share in zip(differences[1:], shares[1:], strict=True):
         total += each * share
@@ -28,7 +28,7 @@ def mean(differences: Sequence[Tensor], shares: Sequence[int]) -> Tensor:
 
 
 def outer_step(anchor: Tensor, velocity: Tensor | None, gradient: Tensor, sites: SitesSpec) -> None:
-    """Update an anchor, and its velocity if there is one, in place."""
+    """Update an anchor in place, and also its velocity if there is one."""
     if velocity is not None:
         velocity.mul_(sites.momentum)
         velocity.add_(gradient)
@@ -37,18 +37,18 @@ def outer_step(anchor: Tensor, velocity: Tensor | None, gradient: Tensor, sites:
 
 
 def average(anchor: Tensor, gradient: Tensor) -> None:
-    """Update, in place, the anchor of a tensor without gradients: set it to the mean of the sites' values."""
+    """Set the anchor of a tensor without gradients, in place, to the mean of the sites' values."""
     anchor.sub_(gradient)
 
 
 def correct(weight: Tensor, anchor: Tensor, early: Tensor) -> None:
-    """Replace, in place, the outer step that a site took early, by itself (to `early`), by that of all sites. Training since then is
-    kept."""
+    """Correct a site's weights in place: replace the outer step that the site took early and alone, to `early`, by the outer step of all
+    sites, to `anchor`. What the site has trained since then is kept."""
     weight.add_(anchor - early)
 
 
 def mix(weight: Tensor, anchor: Tensor, own_share: float) -> None:
-    """Set a site's weights, in place, to a weighted mean of the merged weights and its own (Streaming DiLoCo, equation 4)."""
+    """Set a site's weights, in place, to a weighted mean of the merged weights and its own weights (Streaming DiLoCo, equation 4)."""
     if own_share:
         weight.mul_(own_share)
         weight.add_(anchor * (1 - own_share))

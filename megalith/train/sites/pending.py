@@ -7,10 +7,10 @@ from megalith.spec.sites import SitesSpec
 
 
 class Pending(NamedTuple):
-    """A merge that waits for its verdict. `members`: as in a `Deal`. `mark`: the digest of all merges before it. `got`: the due sites
-    whose differences have arrived. `waited`: seconds so far. With asynchronous merges, `waiting` has for each site the steps after
-    which its unmerged differences were taken, oldest first, and `arrived` how many of them have arrived; a site may lack `staleness` of
-    them."""
+    """A merge that waits for its verdict. `members`: as in a `Deal`. `mark`: the digest of all earlier merges. `got`: the due sites whose
+    weight differences have arrived. `waited`: the seconds waited so far. With asynchronous merges, `waiting` holds for each site the steps
+    after which its unmerged differences were taken, oldest first, and `arrived` the number of these differences that have arrived; a site
+    may lack up to `staleness` of them."""
 
     number: int
     fragment: int
@@ -26,16 +26,16 @@ class Pending(NamedTuple):
 
     @property
     def due(self) -> set[int]:
-        """The sites whose differences this merge takes, if these arrive."""
+        """The sites whose weight differences this merge contains if they arrive."""
         return {site for site, since in self.members.items() if since < self.sent}
 
     @property
     def stale(self) -> set[int]:
-        """The sites that the merge must wait for, because they already lack the allowed number of differences."""
+        """The sites for which the merge must wait, because they lack more weight differences than allowed."""
         return {site for site in self.due - self.got if self.lacks(site) > self.staleness}
 
     def lacks(self, site: int) -> int:
-        """Return how many of a site's unmerged differences have not arrived."""
+        """Return how many of a site's unmerged weight differences have not arrived."""
         return len(self.waiting.get(site, (self.sent,))) - self.arrived.get(site, 0)
 
 

@@ -1,8 +1,8 @@
-"""Whole tensors, encoded for messages: all elements, or the largest of each chunk with their indices.
+"""Encodes whole tensors for messages: all elements, or only the largest elements of each chunk, with their indices.
 
-The indices form a sorted list in Elias-Fano code: the low bits of each index, and the high bits in unary: ones, with a zero wherever
-they grow by one. The size depends only on the numbers of elements. For few indices of many, each takes less than a bit more than in the
-shortest code.
+The sorted indices are encoded in Elias-Fano code: the low bits of each index, and then the high bits of all indices in unary code, with a
+one for each index and a zero for each increase of the high bits by one. The size depends only on the number of indices and elements. If the
+indices are sparse, each takes less than one bit more than in the shortest possible code.
 """
 
 import torch
@@ -22,7 +22,7 @@ def encode(values: Tensor, piece: Piece) -> Tensor:
 
 
 def decode(encoded: Tensor, piece: Piece) -> Tensor:
-    """Decode `encoded` (uint8, on the CPU) to the whole fp32 tensor. Raises ValueError for bytes that no piece can have."""
+    """Decode `encoded` (uint8, on the CPU) to the whole fp32 tensor. Raises ValueError if the bytes do not encode this piece."""
     if piece.top_k is None:
         return codes.decode(encoded, piece.numel, piece.bits).view(piece.shape)
     count = chosen(piece.numel, piece.top_k)
@@ -33,7 +33,8 @@ def decode(encoded: Tensor, piece: Piece) -> Tensor:
 
 
 def largest(values: Tensor, top_k: int) -> Tensor:
-    """Return the sorted indices of the largest magnitudes of each chunk of `values`; of equal magnitudes, the first are taken."""
+    """Return the sorted indices of the elements with the largest magnitudes in each chunk of `values`. Of equal magnitudes, the first are
+    chosen."""
     sizes = values.abs()
     cut = len(values) // CHUNK * CHUNK
     found = [_largest(sizes[:cut].view(-1, CHUNK), top_k).flatten()] if cut else []
@@ -43,7 +44,7 @@ def largest(values: Tensor, top_k: int) -> Tensor:
 
 
 def _largest(sizes: Tensor, count: int) -> Tensor:
-    """sizes [chunks, n] -> bool [chunks, n], true for the `count` largest of each row."""
+    """Return a mask, bool [chunks, n], of the `count` largest elements in each row of `sizes` [chunks, n]."""
     # The values that `topk` returns are certain, its places among equal values are not.
     least = sizes.topk(count, dim=1).values[:, -1:]
     above, equal = sizes > least, sizes == least
@@ -52,7 +53,6 @@ def _largest(sizes: Tensor, count: int) -> Tensor:
 
 
 def _pack(places: Tensor, numel: int) -> Tensor:
-    """Encode sorted indices `places` below `numel` as uint8 [places_bytes(numel, count)]."""
     count, low = len(places), low_bits(numel, len(places))
     bits = torch.zeros(places_bits(numel, count), dtype=torch.uint8)
     bits[: count * low] = (places[:, None] >> torch.arange(low) & 1).flatten().to(torch.uint8)
@@ -66,7 +66,7 @@ def _unpack(packed: Tensor, numel: int, count: int) -> Tensor:
     bits = codes.unpacked(packed, 1)[: places_bits(numel, count)].long()
     high = bits[count * low :].nonzero()[:, 0]
     if len(high) != count:
-        raise ValueError(f"{len(high)} indices arrived, but {count} are due")
+        raise ValueError(f"{len(high)} indices arrived, but {count} were expected")
     places = (high - torch.arange(count) << low) + (bits[: count * low].view(count, low) << torch.arange(low)).sum(dim=1)
     if count and int(places[-1]) >= numel:
         raise ValueError(f"an index is {int(places[-1])}, but the tensor has {numel} elements")

@@ -10,21 +10,21 @@ from megalith.train.sites.messages import CheckpointOffer, Verdict
 
 
 class StopAsked(Exception):  # noqa: N818  # no error
-    """This site was asked to stop while it waited for other sites. All ranks of the site raise this error together."""
+    """This site was asked to stop while it waited for other sites. All ranks of the site raise this exception together."""
 
 
 class Midway(NamedTuple):
-    """The point at which a stop interrupted the merges after a step; the remaining merges must still be made."""
+    """The point at which a stop interrupted the merges after a step. The remaining merges must still be made."""
 
     taken: tuple[int, ...]
-    """Fragments whose differences were taken after this step."""
+    """The fragments whose weight differences were taken after this step, before the stop."""
     ends: bool
-    """True if all fragments are merged after this step, because no sample was left."""
+    """True if all fragments must be merged after this step, because no samples are left."""
 
 
 @dataclass
 class Progress:
-    """The progress of a run across sites. It is equal on all sites that have made the same merges."""
+    """The progress of a run across sites, equal on all sites that have made the same merges."""
 
     deal: Deal
     merges: int = 0
@@ -38,18 +38,18 @@ class Progress:
         return self.deal.left(total) == 0 and self.midway is None
 
     def cut(self, step: int, total: int) -> CheckpointOffer:
-        """Return the description of the checkpoint of `step` for other sites. `total`: samples of the run."""
+        """Describe the checkpoint of step `step` for other sites. `total`: the number of samples of the run."""
         members = tuple(sorted(self.deal.members))
         return CheckpointOffer(step, self.mark, self.deal.dealt, members, self.merges, self.ended(total))
 
     def record(self) -> dict[str, Any]:
-        """Return it as JSON."""
+        """Return the progress as JSON values."""
         found = {"merges": self.merges, "mark": self.mark, "deal": self.deal.record()}
         return found | ({} if self.midway is None else {"midway": self.midway._asdict()})
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "Progress":
-        """Return what `record` returned."""
+        """Return the progress that `record` describes."""
         midway = record.get("midway")
         between = None if midway is None else Midway(tuple(midway["taken"]), midway["ends"])
         return cls(Deal.of(record["deal"]), record["merges"], record["mark"], between)
@@ -57,8 +57,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class Round:
-    """The outcome of the merges after a step: the merges that were made (on the leading rank), True if the site must stop here, and the
-    number of connections since the last round that did not prove the run's key."""
+    """The outcome of the merges after a step. `made`: the events of these merges, on the leading rank. `stop`: the site must stop now.
+    `refused`: the number of connections since the last round that did not prove possession of the run's key."""
 
     made: Sequence[Merge] = ()
     stop: bool = False
@@ -67,8 +67,8 @@ class Round:
 
 @dataclass(frozen=True)
 class StepShare:
-    """The samples of one step: those that this site reads (None: no samples), how many all sites read, and the number of earlier steps
-    in the learning-rate schedule, which follows the samples read."""
+    """The samples of one step. `share`: the samples that this site reads; None: none. `samples`: how many all sites read. `schedule`: the
+    step's number in the learning-rate schedule, computed from the samples read before."""
 
     share: Share | None
     samples: int
@@ -76,7 +76,7 @@ class StepShare:
 
 
 class MergeResult(NamedTuple):
-    """A merge that was made: its verdict, and, on the leading rank, its event."""
+    """A merge that was made: its verdict and, on the leading rank only, its event."""
 
     verdict: Verdict
     event: Merge | None

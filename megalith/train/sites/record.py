@@ -1,7 +1,7 @@
-"""The recorded merges of a run, and a council that repeats them.
+"""Reads the recorded merges of a run, and repeats them with a council that takes its verdicts from the record.
 
-An undisturbed run is bitwise reproducible without a record. If sites came and went, a run depends on clocks only in its verdicts: which
-sites were merged, left, or joined. So the same run file with the same verdicts computes the same bits.
+A run without faults is bitwise reproducible without a record. If sites came and went, only the verdicts (which sites were merged, left, or
+joined) depended on clocks, so the same run file with the same verdicts computes the same bits.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -22,9 +22,9 @@ from megalith.train.sites.messages import Verdict
 from megalith.train.sites.pending import Pending
 
 DECIDE_BITS = ("model", "plan", "train", "optimizer", "sites")
-"""Tables of a run file that must not change between a run's beginning and its end, for a replay."""
+"""The tables of a run file that must not have changed during a run that is replayed."""
 DECIDE_NONE = ("site", "addresses", "decides", "grace", "tls", "link", "replay")
-"""Keys of `[sites]` that do not affect the bits of the result, given the verdicts."""
+"""The keys of `[sites]` that, with given verdicts, do not affect the bits of the result."""
 
 
 class RecordError(ValueError):
@@ -32,9 +32,10 @@ class RecordError(ValueError):
 
 
 def recorded(folders: Sequence[Path]) -> dict[int, Verdict]:
-    """Return all merges up to the newest checkpoint of a run, by their numbers. `folders`: the run's folder, and those of sites that
-    were launched separately. A site's log lacks the merges that the others made while it was away. Raises RecordError, also if no merge
-    is recorded, and FileNotFoundError for a folder without a checkpoint."""
+    """Return the verdicts of all merges up to the newest checkpoint of a run, by the merges' numbers. `folders`: the run's folder, and
+    the folders of sites that were launched separately; they are needed because a site's log lacks the merges that others made while it
+    was away. Raises RecordError if the merges cannot be repeated or if there are none, and FileNotFoundError for a folder without a
+    checkpoint."""
     logs = [place for folder in folders for place in _sites_in(folder) if place.is_dir()]
     events = [event for place in logs for event in read(place)]
     merges = list(of_kind(events, Merge))
@@ -44,14 +45,13 @@ def recorded(folders: Sequence[Path]) -> dict[int, Verdict]:
         raise RecordError(f"{folders[0]} is not a run across sites. Without sites, the run file alone reproduces the same bits")
     if not last["merges"]:
         raise RecordError(
-            f"the newest checkpoint of {folders[0]} was saved before the run's first merge, so no merge can be repeated. Resume the run "
+            f"the newest checkpoint of {folders[0]} was saved before the run's first merge, so there is no merge to repeat. Resume the run "
             "until it has saved a checkpoint after a merge"
         )
     return _chained(merges, last["merges"], last["mark"], named=", ".join(map(str, folders)))
 
 
 def _sites_in(folder: Path) -> list[Path]:
-    """Return the folders of the sites that trained on the machine of the first one, whose folder is the run's."""
     return [folder_of(folder, site) for site in range(64)]
 
 
@@ -59,11 +59,13 @@ def _refuse_changes(events: Iterable[Event], merges: Sequence[Merge]) -> None:
     for table in DECIDE_BITS:
         if len({_text(event.spec, table) for event in of_kind(events, RunStarted)}) > 1:
             raise RecordError(
-                f"[{table}] was changed when the run was resumed, and a replay has one run file from beginning to end"
+                f"[{table}] was changed when the run was resumed, but a replay uses the same run file from beginning to end"
             )
     for key, values in (("sites.count", {one.count for one in merges}), ("train", {one.total for one in merges})):
         if len(values) > 1:
-            raise RecordError(f"{key} was changed when the run was resumed, and a replay has one run file from beginning to end")
+            raise RecordError(
+                f"{key} was changed when the run was resumed, but a replay uses the same run file from beginning to end"
+            )
 
 
 def _text(spec: Mapping[str, Any], table: str) -> str:
@@ -78,8 +80,8 @@ def _text(spec: Mapping[str, Any], table: str) -> str:
 
 
 def _chained(merges: Sequence[Merge], count: int, mark: str, *, named: str) -> dict[int, Verdict]:
-    """Return the chain of `count` merges whose digest is `mark`. Logs also hold merges that were undone, because no checkpoint after
-    them was resumed."""
+    """Return the verdicts of the `count` consecutive merges whose digest is `mark`. Logs also contain undone merges, which are no part of
+    the run because it resumed from an earlier checkpoint."""
     known = {(one.number, one.mark): one for one in merges}
     found = dict[int, Verdict]()
     for number in reversed(range(count)):
@@ -101,8 +103,8 @@ def _chained(merges: Sequence[Merge], count: int, mark: str, *, named: str) -> d
 
 
 def merged_samples(spec: RunSpec, made: Iterable[Verdict]) -> Iterator[int]:
-    """Yield the numbers of the samples that recorded merges contain, from the run file and the record alone. `spec`: as `at_site`
-    returns it; `made`: the verdicts in order."""
+    """Yield the numbers of the samples whose training recorded merges contain, computed only from the run file and the record. `spec`: a
+    result of `at_site`; `made`: the verdicts in order."""
     assert spec.sites is not None
     phases, step = Phases.of(spec), 0
     total = phases.after(0, spec.train.steps)
@@ -119,10 +121,10 @@ def merged_samples(spec: RunSpec, made: Iterable[Verdict]) -> Iterator[int]:
 
 
 class ReplayedCouncil(Council):
-    """A council that takes its verdicts from a record. It waits for all sites, without a time limit."""
+    """A council that takes its verdicts from a record, and waits for all sites."""
 
     def __init__(self, spec: SitesSpec, *arguments: Any, record: Mapping[int, Verdict], **named: Any) -> None:
-        """`record`: the verdicts by number of the merge. Other arguments are those of `Council`."""
+        """`record`: the verdicts, by the number of the merge. Other arguments are those of `Council`."""
         super().__init__(spec, *arguments, **named)
         self._record = record
 
@@ -131,22 +133,22 @@ class ReplayedCouncil(Council):
         return len(set(sites)) == self.spec.count
 
     def _may_stand(self, merge: Pending) -> bool:
-        """False: only the sites that the record names can continue."""
+        """False, because only the sites that the record names can continue."""
         return False
 
     def _judged(self, merge: Pending) -> Verdict | None:
-        """Return the recorded verdict, once the differences that it merges have arrived. The last verdict stops all sites."""
+        """Return the recorded verdict, once the weight differences that it merges have arrived. The last verdict stops all sites."""
         number, fragment, sent, step = merge[:4]
         verdict = self._record.get(number)
         if verdict is None or (verdict.fragment, verdict.sent, verdict.step) != (fragment, sent, step):
             raise OutOfStepError(
-                f"merge {number} of fragment {fragment}, sent at step {sent}, at step {step} is not recorded. {SAME}"
+                f"merge {number} (of fragment {fragment}, sent at step {sent}, at step {step}) is not recorded. {SAME}"
             )
         takes = verdict.takes(merge.waiting)
         if missing := {site for site, taken in takes if site not in self._there(fragment, taken)}:
             if merge.waited >= self._patience:
                 raise PeerGone(
-                    f"the difference of {self.spec.named(min(missing))} did not come: waited {merge.waited:.0f} s at step {step}"
+                    f"the difference of {self.spec.named(min(missing))} did not arrive: waited {merge.waited:.0f} s at step {step}"
                 )
             return None
         return replace(verdict, stop=number + 1 == len(self._record))

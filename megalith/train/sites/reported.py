@@ -1,4 +1,4 @@
-"""The event of a merge, on the rank that leads a site."""
+"""Builds the event of a merge, on a site's leading rank."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -27,8 +27,8 @@ def merge_event(
     seconds: float,
     names: Sequence[str] = (),
 ) -> Merge:
-    """Return the event of a merge. `names`: those of all sites. `others`: the sites to which this one sent its differences. `deal`:
-    after the merge. `spread`: the squared norm of the mean difference, and squared distances to it."""
+    """Return the event of a merge. `names`: the names of all sites. `others`: the sites to which this site sent its weight differences.
+    `deal`: the deal after the merge. `spread`: the squared norm of the mean difference, and the mean squared distance to it."""
     mine = sum(one.site == site for one in taken)
     telling = verdict_bytes(len(verdict.steps))
     norm, apart = (value**0.5 for value in spread)

@@ -1,4 +1,4 @@
-"""The state of a rank between two merges: anchors, velocities, remainders of rounding, and fragments in flight."""
+"""The state that a rank keeps for merges: anchors, velocities, remainders of rounding, and weight differences in flight."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,19 +17,19 @@ _WEIGHTS = f"{MASTER.name}."
 
 
 class OuterState:
-    """This rank's shares, sharded like the weights. In a checkpoint of a run with sites, `weights.NAME` is the anchor: the merged
-    weights, which every site holds, and which any reader of plain weights finds. The site's own state is under `site.`"""
+    """This rank's shares of the state for merges, sharded like the weights. In a checkpoint of a run with sites, `weights.NAME` is the
+    anchor (the merged weights, which every site holds), so that any reader of weights finds it. The site's own state is under `site.`"""
 
     def __init__(self, inner: State, fragments: Sequence[Fragment], sites: SitesSpec, *, leads: bool) -> None:
-        """`inner`: the state that the site trains. `leads`: this is the site's leading rank."""
+        """`inner`: the state that the site trains. `leads` is True on the site's leading rank."""
         self._inner = inner
         held = {*inner.masters}
         pieces = {piece.name: piece for fragment in fragments for piece in fragment.pieces if piece.name in held}
         self.names = frozenset(pieces)
-        """The weights and buffers of the model that this rank holds a share of."""
+        """The names of the weights and buffers of which this rank holds a share."""
         self._alike = sites.exchanges_gradients
         self.anchors = {} if self._alike else {name: self.weight(name).clone() for name in pieces}
-        """The merged weights, on the device; none where sites exchange gradients, and all hold the same weights."""
+        """The merged weights, on the device; empty if sites exchange gradients, because all sites then hold the same weights."""
         self.velocities = {
             name: torch.zeros_like(self.anchors[name]) for name in pieces if sites.momentum and self.is_trained(name)
         }
@@ -37,39 +37,40 @@ class OuterState:
         self._decay = sites.feedback_decay
         self.feedback = {name: torch.zeros_like(self.anchors[name]) for name in rounded}
         self.sent = torch.full((len(fragments),), NOT_SENT, dtype=torch.int64)
-        """For each fragment, the step of its difference that is not merged yet."""
+        """For each fragment, the step after which its unmerged weight difference was taken."""
         self.late = sites.staleness
         self.flights = {
             fragment.number: torch.zeros((1 + self.late) * fragment.bytes, dtype=torch.uint8)
             for fragment in fragments
             if leads and sites.flies
         }
-        """The site's own encoded differences that may be in flight, by fragment; only on the leading rank."""
+        """For each fragment, the site's own encoded weight differences that may be in flight; empty except on the leading rank."""
         self.slots = torch.full((len(fragments), 1 + self.late), NOT_SENT, dtype=torch.int64) if self.late else self.sent[:, None]
-        """The step at which each difference in flight was taken."""
+        """The step after which each weight difference in flight was taken."""
 
     def weight(self, name: str) -> Tensor:
-        """Return this rank's share of the site's own weights, on the device: what training changes, or a copy if it is elsewhere."""
+        """Return this rank's share of the site's own weights, on the device: the tensor that training changes, or a copy if that tensor is
+        off the device."""
         return self._inner.master(name)
 
     def put(self, name: str, values: Tensor) -> None:
-        """Train on with these weights."""
+        """Continue training with these weights."""
         self._inner.put_master(name, values)
 
     def fly(self, number: int, step: int) -> Tensor | None:
-        """Reserve and return the buffer for a difference that is taken after `step` steps; None if this is not the leading rank."""
+        """Reserve and return a buffer for the weight difference that is taken after `step` steps; None except on the leading rank."""
         free = (self.slots[number] == NOT_SENT) | (self.slots[number] == step)
         slot = int(free.nonzero()[0])
         self.slots[number, slot] = step
         return self.flights[number].view(1 + self.late, -1)[slot] if number in self.flights else None
 
     def land(self, number: int, step: int) -> None:
-        """Forget the differences of a fragment that were taken at step `step` or earlier, because they are merged."""
+        """Forget the weight differences of a fragment that were taken after step `step` or earlier, because they are merged."""
         self.slots[number, self.slots[number] <= step] = NOT_SENT
 
     @property
     def flying(self) -> list[tuple[int, int, Tensor]]:
-        """The site's own differences in flight: step, fragment and bytes, oldest first; only on the leading rank."""
+        """The site's own weight differences in flight, oldest first, as (step, fragment, bytes); empty except on the leading rank."""
         table = enumerate(self.slots.tolist())
         found = sorted((step, number, slot) for number, steps in table for slot, step in enumerate(steps) if step != NOT_SENT)
         return [
@@ -83,11 +84,12 @@ class OuterState:
         return name in self._inner.parameters
 
     def left_out(self, name: str) -> Tensor | None:
-        """Return the remainder of earlier roundings that is added to a tensor's next difference; None if none is kept."""
+        """Return the remainder of earlier roundings, which is added to a tensor's next weight difference; None if no remainders are
+        kept."""
         return self.feedback[name] * self._decay if name in self.feedback else None
 
     def begin(self) -> None:
-        """Set the anchors to the live weights, at a run's first start."""
+        """At a run's first start, set the anchors to the site's own weights."""
         for name, anchor in self.anchors.items():
             anchor.copy_(self.weight(name))
 
@@ -108,8 +110,7 @@ class OuterState:
         return found | {"outer.sent": self.sent}
 
     def begin_anew(self) -> None:
-        """Set the live weights to the merged ones, and reset the site's own optimizer state and rounding remainders, when a site
-        joins."""
+        """When this site joins, set its own weights to the merged weights, and reset its optimizer state and its remainders of rounding."""
         for name, anchor in self.anchors.items():
             self.put(name, anchor)
         self._inner.forget_moments()
@@ -122,17 +123,17 @@ class OuterState:
             self.slots.fill_(NOT_SENT)
 
     def cut(self, shares: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return shares of weights, by name, as sharded tensors."""
+        """Return `shares`, this rank's shares of weights by name, as sharded tensors."""
         parameters = self._inner.parameters
         return {name: like(MASTER, share, parameters.get(name, share)) for name, share in shares.items()}
 
     def bytes(self) -> int:
-        """Bytes of all shares on this rank."""
+        """Return the bytes of all tensors that this rank keeps for merges."""
         kept = (self.anchors, self.velocities, self.feedback, self.flights)
         return sum(share.numel() * share.element_size() for each in kept for share in each.values())
 
     def swap(self) -> None:
-        """Exchange live weights and anchors: once to look at the merged weights, once more to train on."""
+        """Exchange the site's own weights and the anchors. A second call restores both."""
         for name, anchor in self.anchors.items():
             before = self.weight(name).clone()
             self.put(name, anchor)
@@ -140,5 +141,4 @@ class OuterState:
 
 
 def _renamed(share: Tensor | OffDeviceShare, key: str) -> Tensor | OffDeviceShare:
-    """Return a share that is stored under another key of a checkpoint."""
     return share if isinstance(share, Tensor) else replace(share, held=replace(share.held, key=key))

@@ -1,7 +1,8 @@
-"""Data parallelism between sites: in every step sites exchange gradients instead of weights, so that all make the same update. The
-ranks of a site reduce their gradients as without sites. The leading rank gathers the whole tensors and sends them, and each rank
-computes the mean over all sites for its share. The gradient norm is that of this mean. All sites have the same weights and moments
-after each step, and no site can miss a step. So a merge needs all sites, and after a fault all begin from the same checkpoint.
+"""Data parallelism between sites: in every step, sites exchange gradients instead of weights, so that all sites make the same update. The
+ranks of a site reduce their gradients as in a run without sites. Then the leading rank gathers the whole gradients and sends them to the
+other sites, and each rank computes the mean over all sites for its share. The gradient norm is the norm of this mean. All sites have the
+same weights and moments after each step, and no site can miss a step. Therefore a merge needs all sites, and after a fault all sites begin
+from the same checkpoint.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,7 @@ from megalith.train.step_hooks import StepHook
 
 
 class SynchronousSites(Sites):
-    """One rank's part in the exchange of gradients."""
+    """One rank's part in the exchange of gradients between sites."""
 
     def __init__(self, *arguments: object, **named: object) -> None:
         """Arguments are those of `Sites`."""
@@ -39,8 +40,9 @@ class SynchronousSites(Sites):
         self.step_hooks = (_Exchange(self),)
 
     def exchange(self, gradients: Mapping[str, Tensor], step: int, loss: float) -> None:
-        """Replace, in place, this rank's gradients of the step after `step` finished steps by their mean over all sites. `loss`: this
-        rank's part of the site's loss, which is sent with the gradients. If it raises StopAsked, the step's samples count as unread."""
+        """After `step` finished steps, replace this rank's gradients of the next step, in place, by their mean over all sites. `loss`: this
+        rank's part of the site's loss, which is sent with the gradients. If `exchange` raises StopAsked, the step's samples count as
+        unread."""
         self.note(sum(self._ranks.all_gather(loss)))
         self._gradients = gradients
         try:
@@ -62,8 +64,7 @@ class SynchronousSites(Sites):
         return False
 
     def after_step(self, step: int, *, stop: bool) -> Round:
-        """Return the outcome of the step's exchange. `stop`: this site was asked to stop, and announces that with its next
-        gradients."""
+        """Return the outcome of the step's exchange. `stop`: this site was asked to stop, and announces this with its next gradients."""
         self._stop |= stop
         if self._council is not None:
             self._council.listen()
@@ -71,7 +72,6 @@ class SynchronousSites(Sites):
         return self._outcome(made)
 
     def _difference(self, fragment: Fragment) -> dict[str, Tensor]:
-        """Return this rank's gradients; zeros for a parameter that has none."""
         state, given = self.state, self._gradients
         mine = [piece.name for piece in fragment.pieces if piece.name in state.names]
         return {name: given[name] if name in given else torch.zeros_like(state.weight(name)) for name in mine}
@@ -79,15 +79,12 @@ class SynchronousSites(Sites):
     def _update(
         self, name: str, theirs: Sequence[Tensor], taken: Sequence[Taken], counted: Sequence[int], spread: Tensor
     ) -> None:
-        """Take the mean of a gradient. Arguments are those of `Sites`."""
         mean = self._mean(name, theirs, taken, spread)
         if name in self._gradients:
             self._gradients[name].copy_(mean)
 
 
 class _Exchange(StepHook):
-    """Step hook that exchanges a step's gradients once they are reduced within the site."""
-
     def __init__(self, sites: SynchronousSites) -> None:
         self._sites = sites
 
@@ -98,21 +95,21 @@ class _Exchange(StepHook):
 
 
 class NoCheckpointError(RuntimeError):
-    """This site lacks the checkpoint that all must begin from."""
+    """This site lacks the checkpoint from which all sites must begin."""
 
 
 class AllSitesCouncil(Council):
     """A council in which every merge needs all sites."""
 
     def __init__(self, *arguments: Any, patience: float, every: int, **named: Any) -> None:
-        """`every`: steps between checkpoints. Other arguments are those of `Council`. A merge waits for any site as long as for a
-        quorum, because here only all sites form a quorum."""
+        """`every`: the number of steps between checkpoints. Other arguments are those of `Council`. A merge waits `patience` seconds for
+        every site, because only all sites together form a quorum."""
         super().__init__(*arguments, patience=patience, **named)
         self.pace, self._every = Pace(patience, patience), every
         self._first = CheckpointOffer(0, "", 0, tuple(range(self.spec.count)))  # the first weights, which all sites have
 
     def begin(self, cuts: Sequence[CheckpointOffer], seconds: float) -> Beginning | None:
-        """Meet the others as `Council.begin` does. A site without a checkpoint after step `every` also offers the initial weights,
+        """Meet the other sites as `Council.begin` does. A site without a checkpoint after step `every` also offers the initial weights,
         because a fault may have kept another site from saving its first checkpoint."""
         early = all(cut.step <= self._every for cut in cuts)
         return super().begin([self._first, *cuts] if early else cuts, seconds)
@@ -122,38 +119,37 @@ class AllSitesCouncil(Council):
         missing = set(verdict.merged) - self._there(verdict.fragment, verdict.sent).keys()
         if lost := {site for site in missing if not self._roll.takes_part(site)}:
             raise PeerGone(
-                f"{are(lost, self.spec)} away from {self.spec.named(self.site)}, and data parallelism needs all sites: at step "
+                f"{are(lost, self.spec)} away from {self.spec.named(self.site)}, and data parallelism needs all sites: stopped at step "
                 f"{verdict.step}"
             )
         return super().gather(verdict, seconds)
 
     def _begun(self, start: Start, decider: int) -> Beginning:
-        """Begin from the checkpoint in `start`. Raises NoCheckpointError."""
         if start.cut is not None and start.cut not in self._cuts:
             raise NoCheckpointError(
-                f"{self.spec.named(self.site)} has no checkpoint of step {start.cut.step}, from which the others begin, and with data "
-                "parallelism all sites need it. Copy the checkpoints of another site's run folder to this site's: all are the same"
+                f"{self.spec.named(self.site)} has no checkpoint of step {start.cut.step}, from which the other sites begin, but with data "
+                "parallelism all sites need it. Copy the checkpoints, which are the same on all sites, from another site's run folder"
             )
         beginning = super()._begun(start, decider)
         return Beginning(None) if start.cut == self._first else beginning
 
     def _may_stand(self, merge: Pending) -> bool:
-        """False: a restarted site lacks the optimizer's state, so all sites must begin from a common checkpoint."""
+        """False, because a restarted site lacks the optimizer's state, so that all sites must begin from a common checkpoint."""
         return False
 
     def _ended(self, merge: Pending) -> bool | None:
-        """Decide as `Council` does whether this site may exit. A restarted site needs all others to repeat its lost steps."""
+        """Decide as `Council` does whether this site may exit. Raises PeerGone if a site was restarted before it saved the last step,
+        because it needs all other sites to repeat its lost steps."""
         if lost := {site for site in merge.due - self._leaving.saved(merge.mark) if not self._roll.takes_part(site)}:
-            raise PeerGone(f"{are(lost, self.spec)} away, and had not saved the last step: data parallelism needs all sites")
+            raise PeerGone(f"{are(lost, self.spec)} away and had not saved the last step, but data parallelism needs all sites")
         return super()._ended(merge)
 
     def _judged(self, merge: Pending) -> Verdict | None:
-        """Return the verdict once all sites' gradients have arrived."""
         number, fragment, sent, step = merge[:4]
         missing = merge.due - merge.got
         if lost := {site for site in missing if merge.waited >= self._patience or not self._roll.takes_part(site)}:
             raise PeerGone(
-                f"{are(lost, self.spec)} away, and data parallelism needs all sites: waited {merge.waited:.0f} s at step {step}"
+                f"{are(lost, self.spec)} away, and data parallelism needs all sites: this site waited {merge.waited:.0f} s at step {step}"
             )
         if missing:
             return None

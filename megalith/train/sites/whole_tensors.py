@@ -1,4 +1,4 @@
-"""Conversion between whole tensors and the shares of a site's ranks, so that messages between sites do not depend on a site's plan."""
+"""Converts between whole tensors and the shares of a site's ranks, so that messages between sites do not depend on a site's plan."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,8 +15,6 @@ from megalith.spec.sites import Fragment
 
 @dataclass(frozen=True)
 class _Box:
-    """A part of a whole tensor, and the rank of the site that sends it."""
-
     held: HeldShare
     rank: int
 
@@ -30,11 +28,11 @@ class _Box:
 
 
 class WholeTensors:
-    """A table of the boxes of each tensor that each rank of a site holds. All ranks of the site build it together."""
+    """Knows which box of each tensor each rank of a site holds. All ranks of the site build this object together."""
 
     def __init__(self, tensors: Mapping[str, Tensor | OffDeviceShare], group: dist.ProcessGroup) -> None:
-        """`tensors`: this rank's sharded tensors, by name. `group`: the gloo group of the site's ranks. Raises ValueError if the ranks
-        together do not hold each tensor once and whole."""
+        """`tensors`: this rank's sharded tensors, by name. `group`: the gloo group of the site's ranks. Raises ValueError if the ranks'
+        boxes do not make up each tensor exactly once."""
         ranks = ObjectCollectives(group)
         self.group, self.rank, self.size = group, ranks.rank, ranks.size
         mine = {key: replace(share.held, key=key) for key, share in shares(tensors).items()}
@@ -43,17 +41,17 @@ class WholeTensors:
         if problems:
             raise ValueError("; ".join(problems))
         self.mine = {name: _Box(held, self.rank) for name, held in mine.items()}
-        """For each tensor of which this rank holds a part: its box."""
+        """This rank's box of each tensor of which it holds a part."""
         self.shapes = {held.key: held.shape for held in (held for each in table for held in each)}
         """The whole shape of each tensor of the model."""
         boxes = [_Box(held, rank) for rank, each in enumerate(table) for held in each if held.place in owned[rank]]
         self._boxes = sorted(boxes, key=lambda box: (box.rank, box.held.place))
         self.owned = {box.held.key for box in self._boxes if box.rank == self.rank}
-        """The tensors for which this rank sends its box, if several ranks hold the same box."""
+        """The names of the tensors whose boxes this rank sends. If several ranks hold the same box, only one of them sends it."""
 
     def gather(self, fragment: Fragment, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a fragment's whole tensors on the first rank, fp32 on the CPU; an empty mapping on other ranks. `values`: this rank's
-        boxes."""
+        """Gather a fragment's whole tensors on the site's first rank, fp32 on the CPU; return an empty mapping on other ranks. `values`:
+        this rank's boxes."""
         names = {piece.name for piece in fragment.pieces}
         wanted = [box for box in self._boxes if box.held.key in names]
         own = [values[box.held.key].reshape(-1).float().cpu() for box in wanted if box.rank == self.rank]
@@ -78,7 +76,7 @@ class WholeTensors:
         return whole[self.mine[name].where]
 
     def broadcast(self, message: Tensor) -> Tensor:
-        """Broadcast bytes from the site's first rank. `message`: the bytes; on other ranks, a buffer of the same size."""
+        """Broadcast `message` from the site's first rank to all its ranks; on the other ranks, `message` is a buffer of the same size."""
         if self.size > 1:
             dist.broadcast(message, group=self.group, group_src=0)
         return message

@@ -6,7 +6,7 @@ from megalith.fleet.secure.peers import News
 
 
 class Wire(Protocol):
-    """One site's connections to the others (as `fleet.secure.peers.Peers`)."""
+    """The interface of one site's connections to the other sites, which `fleet.secure.peers.Peers` implements."""
 
     def send(self, message: bytes, to: int | None = None) -> None:
         """Send a message to one site, or to all other connected sites, without waiting."""
@@ -17,19 +17,19 @@ class Wire(Protocol):
         ...
 
     def connected(self, site: int) -> bool:
-        """True while this site is connected to another one."""
+        """True while this site is connected to site `site`."""
         ...
 
     def trouble(self, site: int) -> str:
-        """Return the reason, in words, why there is no connection to a site."""
+        """Return a text that says why there is no connection to a site."""
         ...
 
     @property
     def turned_away(self) -> int:
-        """Connections that did not prove the run's key."""
+        """The number of connections refused because they did not prove possession of the run's key."""
         ...
 
     def close(self, *, seconds: float) -> bool:
-        """Close all connections, once all messages have been sent and read; True if this succeeds within `seconds`. May be called
+        """Close all connections, once all messages have been sent and read; return True if this succeeds within `seconds`. May be called
         again."""
         ...

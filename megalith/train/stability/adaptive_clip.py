@@ -1,6 +1,6 @@
-"""Adaptive clipping (AdaGC, Wang et al. 2025, arXiv:2502.11034, Algorithm 1): each parameter's gradient is limited to its own usual
-norm. The usual norm is a moving average of clipped norms, so one extreme gradient hardly changes it. Norms are taken over whole
-parameters, with all experts of a layer together: an expert without tokens has no gradient, so its own usual norm would go to 0 and stay
+"""Adaptive clipping (AdaGC, Wang et al. 2025, arXiv:2502.11034, Algorithm 1): each parameter's gradient is limited to a multiple of its
+usual norm. The usual norm is a moving average of clipped norms, so one extreme gradient hardly changes it. Norms are taken over whole
+parameters, with all experts of a layer together, because the usual norm of a single expert that gets no tokens would go to 0 and stay
 there.
 """
 
@@ -21,7 +21,7 @@ UNKNOWN = float("inf")
 
 
 class AdaptiveClip:
-    """Limits gradients to their usual norms, the same on all ranks. Every method is collective."""
+    """Limits each parameter's gradient to a multiple of its usual norm. Every method is collective."""
 
     def __init__(
         self,
@@ -33,8 +33,8 @@ class AdaptiveClip:
         shared: SharedParameters,
         groups: Groups,
     ) -> None:
-        """`usual`: the usual gradient norm of each parameter of the model, in the order of `names`; fp32, a part of the state, changed
-        by `commit`. `parameters`, `shared`: this rank's parameters."""
+        """`usual`: the usual gradient norm of each parameter of the model, fp32, in the order of `names`; this tensor is a part of the
+        state, and `commit` changes it. `parameters`: this rank's parameters; `shared`: those of them that several ranks hold."""
         self.spec, self.usual, self.groups, self.parameters = spec, usual, groups, parameters
         self._place = {name: number for number, name in enumerate(names)}
         self._counted = gradients.counted(parameters, shared, groups)
@@ -42,8 +42,8 @@ class AdaptiveClip:
 
     @torch.no_grad()
     def clip(self, *, number: int) -> None:
-        """Multiply each gradient by the factor that limits it to its usual norm. `number`: the updates made so far. Before update
-        `adaptive_clip_after`, gradients are not changed, and the smallest norm is recorded."""
+        """Multiply each gradient whose norm is above its limit by a factor below 1. `number`: the number of updates made so far. Before
+        update `adaptive_clip_after`, gradients do not change, and the smallest norm so far becomes the usual norm."""
         norms, usual = self._norms(), self.usual.double()
         factors = torch.ones_like(norms)
         if number < self.spec.adaptive_clip_after:
@@ -60,11 +60,10 @@ class AdaptiveClip:
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Store the norms of the last clipped gradients in the state, now that their update is made."""
+        """Store the new usual norms in the state, after the update with the clipped gradients was made."""
         self.usual.copy_(self._next)
 
     def _norms(self) -> Tensor:
-        """Return the norm of each parameter's whole gradient, fp64, the same on every rank. One all-reduce sums the squares."""
         grads = {name: grad for name in self._counted if (grad := self.parameters[name].grad) is not None}
         squares = torch.zeros(len(self._place), dtype=torch.float64, device=self.usual.device)
         if grads:

@@ -1,7 +1,7 @@
 """QK-clip (Kimi K2, arXiv:2507.20534, section 2.1): after an update, the weights of heads whose attention logits were too large are scaled.
 
-An upper bound replaces a head's largest logit: the largest norm of a query, times that of a key, times the softmax scale. The bound
-needs no seq x seq matrix, works with every attention kernel, and is the same number under every plan.
+Instead of a head's largest logit, an upper bound is used: the largest norm of a query, times the largest norm of a key, times the softmax
+scale. The bound needs no seq x seq matrix, works with every attention kernel, and has the same value under every plan.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,8 +23,8 @@ from megalith.train.optimizers.rule import Part, opened
 
 
 class HeadClip:
-    """Measures queries and keys of this rank's layers, and scales the weights that produce them. `clear`, `gather` and `apply` are
-    collective."""
+    """Measures the queries and keys of this rank's layers, and scales the weights that produce queries and keys. `clear`, `gather` and
+    `apply` are collective."""
 
     def __init__(self, limit: float, model: ModelSpec, stages: Iterable[Stage], *, groups: Groups, device: torch.device) -> None:
         """`limit`: the largest allowed logit of a head."""
@@ -32,9 +32,9 @@ class HeadClip:
         self.layers = heads_of(model)
         most = max((layer.queries for layer in self.layers), default=0)
         self._longest = torch.zeros(2, len(self.layers), most, device=device)
-        """The largest query norm, times the softmax scale, and the largest key norm: [2, layers, heads]."""
+        """The largest query norm times the softmax scale, and the largest key norm, of each head: [2, layers, heads]."""
         self.factors = torch.ones(len(self.layers), most, device=device)
-        """The factor by which `apply` scales each head's logits: [layers, heads]."""
+        """The factor by which `apply` changes each head's logits: [layers, heads]."""
         self._rows = {name: (number, layer) for number, layer in enumerate(self.layers) for name in layer.rows}
         numbers = {layer.name: number for number, layer in enumerate(self.layers)}
         for stage in stages:
@@ -57,13 +57,11 @@ class HeadClip:
 
     @torch.compiler.disable  # it is not part of the model, since its changes would make a compiled block compile again
     def _see(self, longest: Tensor, first: int, x: Tensor, factor: float) -> None:
-        """Update the largest norms of heads from x [batch, seq, heads, channels], whose heads begin at `first`."""
         found = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.float32).amax((0, 1)) * factor
         here = longest[first : first + len(found)]
         here.copy_(torch.maximum(here, found))
 
     def _first(self, heads: int) -> int:
-        """Return the index of the first of `heads` on this tensor rank."""
         tensor = self.groups.tensor
         return tensor.rank() * heads // tensor.size()
 
@@ -73,8 +71,8 @@ class HeadClip:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Set `factors` from the maxima of all ranks since `clear`, with one all-reduce, in which a rank has zeros for other ranks'
-        heads."""
+        """Set `factors` from the maxima over all ranks since `clear`, with one all-reduce. A rank contributes zeros for heads that it does
+        not have."""
         dist.all_reduce(self._longest, op=dist.ReduceOp.MAX, group=self.groups.world)
         bounds = torch.zeros_like(self.factors)
         for number, layer in enumerate(self.layers):
@@ -104,7 +102,6 @@ class HeadClip:
                 part.weight.view(-1).mul_(rows[numbers // prod(cut.sizes[1:])])
 
     def _of_rows(self, number: int, layer: Heads, name: str) -> Tensor:
-        """Return the factor of each row of a whole parameter."""
         runs = layer.rows[name].runs
         powers = torch.tensor([power for rows, power in runs for _ in range(rows)], dtype=torch.float64)
         heads = self.factors[number, : layer.queries].double().cpu()

@@ -1,10 +1,10 @@
-"""Extremes of a model's layers: the largest output of each part, and a bound of each attention layer's logits.
+"""Measures extremes of a model's layers: the largest output of each part, and a bound of each attention layer's logits.
 
-Extremes are measured once in several steps, on the first microbatch of each rank. One all-reduce combines the maxima. The bound of
-logits is the largest query norm times the largest key norm times the softmax scale, so kernels need not return maxima. Not measured are
-the head's output, which is the loss; the logits of a user's own attention that does not use the core; the output of a block that sends
-tokens to experts on other ranks, because no single module computes that output; and compiled blocks, because adding and removing hooks
-would recompile them.
+Extremes are measured once in several steps, on the first microbatch of each rank. One all-reduce combines the maxima. The bound of logits
+is the largest query norm times the largest key norm times the softmax scale, so kernels need not return maxima. Some extremes are not
+measured: the head's output, which is the loss; the logits of a user's own attention that does not use the core; the output of a block that
+sends tokens to experts on other ranks, because no single module computes it; and all extremes of compiled blocks, because adding and
+removing hooks would recompile them.
 """
 
 from collections import deque
@@ -29,8 +29,8 @@ LOGITS = "logits of "
 
 
 class StepExtremes(NamedTuple):
-    """Extremes of one step, the same on all ranks: the largest output of each part of the model, and each logit bound, named `logits of
-    LAYER`."""
+    """The extremes of one step, equal on all ranks: the largest output of each part of the model, and each bound of logits, under the name
+    `logits of LAYER`."""
 
     step: int
     largest: dict[str, float]
@@ -48,26 +48,26 @@ class FirstRise(NamedTuple):
 class Extremes:
     """Measures the extremes of this rank's parts. All ranks call `begin`, `end` and `demand` together.
 
-    Hooks exist in measured steps only, so other steps have no overhead.
+    Modules have hooks only in measured steps, so other steps have no overhead.
     """
 
     def __init__(
         self, model: ModelSpec, stages: Mapping[int, Stage], *, every: int, groups: Groups, device: torch.device, compiled: bool
     ) -> None:
-        """`every`: steps between regular measurements; 0: only demanded measurements. `compiled`: blocks are compiled, so nothing is
-        measured."""
+        """`every`: the number of steps between regular measurements; 0: measure only after `demand`. `compiled`: blocks are compiled, so
+        nothing is measured."""
         self.every, self._groups, self._compiled = every, groups, compiled
         self.measurements = deque[StepExtremes](maxlen=KEPT + 1)
         """Regular measurements, newest last."""
         self.last = StepExtremes(-1, {})
-        """The newest measurement, whether regular or demanded."""
+        """The newest measurement, either regular or after `demand`."""
         self._parts, self._layers = list(model.part_names), [name for name, _ in attentions(model)]
         self._stages, self._hooks = stages, list[Any]()
         self._looking, self._demanded = False, False
         self._device = device
         self._found = torch.empty(0)
-        """In a measured step: the largest output of each part, then, for each layer, the largest query norm (times the softmax scale)
-        and key norm."""
+        """The numbers of a measured step: the largest output of each part; then, for each attention layer, the largest query norm times the
+        softmax scale, and the largest key norm."""
         self._seen = set[int]()
 
     def demand(self) -> None:
@@ -75,7 +75,7 @@ class Extremes:
         self._demanded = True
 
     def begin(self, step: int) -> None:
-        """Add the hooks if the forwards of step `step`, which follow, must be measured."""
+        """Before the forwards of step `step`, add the hooks if this step must be measured."""
         self._unhook()
         # nothing but the step decides: ranks that joined later have no measurements, and take part in the same all-reduces
         regular = self.every > 0 and (step + 1) % self.every == 0
@@ -117,7 +117,7 @@ class Extremes:
         self._found[place] = torch.nan_to_num(largest, nan=torch.inf, posinf=torch.inf)  # NaN in a maximum of ranks gets lost
 
     def clear(self) -> None:
-        """Discard this step's numbers, because its forwards will run again."""
+        """Discard the numbers of this step, because its forwards will run again."""
         if self._looking:
             self._found.zero_()
             self._seen.clear()
@@ -146,13 +146,13 @@ class Extremes:
             self.measurements.append(self.last)
 
     def forget(self, first: int) -> None:
-        """Forget regular measurements from step `first` on, because the run went back to that step."""
+        """Forget the regular measurements from step `first` on, because the run was rewound to this step."""
         self.measurements = deque((one for one in self.measurements if one.step < first), maxlen=self.measurements.maxlen)
 
     def risen(self, *, before: int | None = None) -> FirstRise | None:
-        """Return the first extreme of the newest measurement that exceeds RISEN times its largest value in earlier regular
-        measurements; None if no extreme does, or too few measurements exist. `before`: use the newest regular measurement before this
-        step.
+        """Return the first extreme of the newest measurement that exceeds RISEN times its largest value in earlier regular measurements;
+        None if there is none, or if there are too few measurements. `before`: instead of the newest measurement, use the last regular one
+        before this step.
         """
         regular = [one for one in self.measurements if before is None or one.step < before]
         newest = self.last if before is None else regular[-1] if regular else None
@@ -166,8 +166,8 @@ class Extremes:
         return None
 
     def _order(self) -> Iterator[str]:
-        """Return the names of all extremes, in the order in which damage spreads: the logits of a part's layers come before its
-        output."""
+        """Yield the names of all extremes in the order in which damage spreads, so that the logits of a part's layers come before the
+        part's output."""
         for part in self._parts:
             yield from (LOGITS + layer for layer in self._layers if layer.startswith(f"{part}."))
             yield part

@@ -1,8 +1,8 @@
-"""Findings about a spike, and their form in the log: the likely causes, ranked, each with its evidence. All functions are pure. The
-strength of the evidence decides the order. If a recomputed step gives different numbers from the same state and samples, one of the two
-computations must have been wrong. A recent jump of the learning rate is the next strongest evidence. Third is the loss of the previous
-batch. If it is unchanged, the weights are good, and the samples are the cause. If it has changed, the weights are damaged, and
-recomputed steps show whether a computing error or training itself damaged them.
+"""Findings about a spike, and their form in the log: the likely causes with their evidence, strongest evidence first. All functions are
+pure. The strongest evidence is a recomputed step that gives different numbers from the same state and samples, because one of the two
+computations must have been wrong. The second strongest evidence is a recent jump of the learning rate; the third is the loss of the
+previous batch, computed again. If this loss is unchanged, the weights are good, and the samples are the cause. If this loss has changed,
+the weights are damaged, and recomputed steps show whether a computing error or training itself damaged them.
 """
 
 import math
@@ -22,12 +22,12 @@ NAMED = 5  # samples that the evidence names
 
 
 class SpikeError(ArithmeticError):
-    """A spike ends the run, as `stability.answers` requires; the message has the spike's numbers and likely causes."""
+    """A spike ends the run, because `stability.answers` requires this. The message contains the spike's numbers and likely causes."""
 
 
 @dataclass(frozen=True)
 class SampleLoss:
-    """A sample of a step and its loss. `place`: its domain, and the file in which its tokens begin."""
+    """A sample of a step and its loss. `place`: the sample's domain, and the file in which its tokens begin."""
 
     number: int
     loss: float
@@ -36,8 +36,8 @@ class SampleLoss:
 
 @dataclass(frozen=True)
 class RecomputedWindow:
-    """A window of recomputed steps. `step`: the first step that gave different numbers; None: all gave the same. `was`, `now`: that
-    step's loss in the run and in the recomputation."""
+    """A window of recomputed steps. `step`: the first step that gave different numbers; None: all steps gave the same numbers. `was`,
+    `now`: the loss of this step in the run and in the recomputation."""
 
     steps: int
     step: int | None = None
@@ -47,7 +47,7 @@ class RecomputedWindow:
 
 @dataclass(frozen=True)
 class OutputGrowth:
-    """The first part of the model whose largest output differs between the damaged weights and the copy's weights."""
+    """The first part of the model whose largest output is larger with the damaged weights than with those of the restored copy."""
 
     part: str
     was: float
@@ -55,7 +55,8 @@ class OutputGrowth:
 
 
 def first_moved(was: Mapping[str, float], now: Mapping[str, float], order: Sequence[str]) -> OutputGrowth | None:
-    """Return the first part, in the `order` of the model, whose largest output grew by half or is not finite; None if no output did."""
+    """Return the first part, in the `order` of the model, whose largest output grew by more than half or became non-finite; None if there
+    is none."""
     for part in order:
         if part in was and part in now and math.isfinite(was[part]) and not now[part] <= MOVED * was[part]:
             return OutputGrowth(part, was[part], now[part])
@@ -64,19 +65,19 @@ def first_moved(was: Mapping[str, float], now: Mapping[str, float], order: Seque
 
 @dataclass(frozen=True)
 class Findings:
-    """Facts about a spike, the same on all ranks."""
+    """Facts about a spike, equal on all ranks."""
 
     departures: tuple[Departure, ...] = ()
     to_log: bool = False
-    """True if the log must have an event for the spike."""
+    """True if an event for the spike must be logged."""
     repeated: bool | None = None
-    """True if the recomputed step gave the same numbers; None: not recomputed."""
+    """True if the recomputed step gave the same numbers; None if the step was not recomputed."""
     first: str = ""
     """The numbers of the step's first computation, as text."""
     sound: bool | None = None
-    """True if the previous batch still has its old loss; None: not examined."""
+    """True if the previous batch still has the loss that it had in its own step; None if this was not examined."""
     batch_before: str = ""
-    """The losses of the previous batch, as text."""
+    """The loss of the previous batch, then and now, as text."""
     jump: LearningRateJump | None = None
     samples: tuple[SampleLoss, ...] = ()
     """The step's samples with the largest losses, largest first."""
@@ -87,9 +88,9 @@ class Findings:
     replayed: RecomputedWindow | None = None
     moved: OutputGrowth | None = None
     risen: FirstRise | None = None
-    """The first extreme that rose: in the spike, or before it if no step was recomputed."""
+    """The first extreme that rose: in the spike or, if no step was recomputed, before it."""
     compared: bool = False
-    """True if the outputs of all parts were compared with those of the copy's weights."""
+    """True if the outputs of all parts were compared with those that the weights of the restored copy give."""
     reported: bool = False
     """True if non-finite numbers were reported to the fleet, which logs its own event."""
 
@@ -100,13 +101,13 @@ class Findings:
 
     @property
     def causes(self) -> list[tuple[str, str]]:
-        """The likely causes with their evidence, likeliest first; empty if there is no evidence."""
+        """The likely causes with their evidence, the likeliest first; empty if there is no evidence."""
         found = list[tuple[str, str]]()
         if self.accident:
             found.append(("hardware", f"the recomputed step gave different numbers; {self.first}"))
         if self.replayed is not None and self.replayed.step is not None:
             one = self.replayed
-            words = f"when recomputed, step {one.step} had loss {one.now:.6g}, and {one.was:.6g} the first time"
+            words = f"step {one.step} had loss {one.was:.6g} in the run, but {one.now:.6g} when it was recomputed"
             found.append(("hardware", f"{words}; {self._part()}" if self.compared else words))
         if self.jump is not None:
             words = f"the learning rate went from {self.jump.before:.3g} to {self.jump.after:.3g} in step {self.jump.step + 1}"
@@ -123,31 +124,27 @@ class Findings:
         return found
 
     def _risen(self) -> str:
-        """Name the first extreme that rose."""
         assert self.risen is not None
         one = self.risen
         what = one.name if one.name.startswith(LOGITS) else f"the largest output of {one.name}"
-        return f"in step {one.step + 1} {what} rose to {one.now:.3g}, and was {one.was:.3g} at most in the measurements before"
+        return f"in step {one.step + 1} {what} rose to {one.now:.3g}, from at most {one.was:.3g} in earlier measurements"
 
     def _part(self) -> str:
-        """Name the part in which the damage shows first."""
         if self.moved is None:
-            return "no part's largest output changed, so the damage shows in the head first"
-        return (
-            f"{self.moved.part} is the first part whose largest output changed, from {self.moved.was:.3g} to {self.moved.now:.3g}"
-        )
+            return "no part's largest output grew, so the damage shows first in the head"
+        return f"{self.moved.part} is the first part whose largest output grew, from {self.moved.was:.3g} to {self.moved.now:.3g}"
 
     def _samples(self) -> str:
         first, end = self.read
         words = f"samples {first} to {end - 1}"
         if self.samples:
             each = ", ".join(f"{one.number} ({one.loss:.3g}, {one.place})" for one in self.samples[:NAMED])
-            words += f", median loss {self.typical:.3g}, the largest: {each}"
+            words += f" with median loss {self.typical:.3g}; the largest losses: {each}"
         return words
 
     @property
     def words(self) -> str:
-        """Return the likeliest cause in a sentence."""
+        """The likeliest cause with its evidence, as a sentence."""
         if not self.causes:
             return "No evidence points to a cause."
         cause, evidence = self.causes[0]
@@ -155,7 +152,7 @@ class Findings:
 
 
 def spike_event(vitals: Vitals, decision: Decision, found: Findings) -> Spike:
-    """Return the event for a step that is part of a spike, or had a computing error."""
+    """Return the event for a step that is part of a spike or had a computing error."""
     return Spike(
         step=vitals.step + 1,
         loss=vitals.loss if vitals.finite else None,
@@ -181,6 +178,6 @@ def _answer(decision: Decision, found: Findings) -> str:
 
 
 def lowered_event(stability: StabilitySpec, vitals: Vitals) -> Lowered:
-    """Return the event for a learning rate that is lower from this update on."""
+    """Return the event for a learning rate that is lowered for this and later updates."""
     until = vitals.updates + stability.lower_for
     return Lowered(step=vitals.step + 1, factor=stability.lower_by, until=until)

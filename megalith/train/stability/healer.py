@@ -1,8 +1,8 @@
-"""Finds the cause when a run's numbers leave their bands, and restores a good state, on all ranks together. Without a spike, the healer
-only records one entry for each step. In the first step of a spike it recomputes two steps: the previous batch, to distinguish damaged
-weights from bad samples, and the step itself, to find a computing error. A rewind restores the state from a copy in memory, so no rank
-restarts; then later steps are recomputed to compare their numbers. If the run is killed at any point of this, it restarts from the
-remaining copies and makes the same decisions.
+"""Finds the cause of a spike, in which a run's numbers leave their bands, and restores a good state, on all ranks together. Without a
+spike, the healer only records one entry for each step. In the first step of a spike, it makes two recomputations: the loss of the previous
+batch, which distinguishes damaged weights from bad samples, and the step itself, which reveals a computing error. A rewind restores the
+state from a copy in memory, so no rank restarts; then the steps since that copy are recomputed, to compare their numbers. If the run is
+killed at any point, it restarts from the remaining copies and makes the same decisions.
 """
 
 import math
@@ -40,8 +40,8 @@ from megalith.train.tally import StepTotals
 
 @dataclass(frozen=True)
 class Data:
-    """The run's data, by step, since this rank was started. `read`: this rank's microbatches of a step. `mine`: the numbers of their
-    samples."""
+    """Access to the run's data of each step since this rank was started. `read` returns this rank's microbatches of a step, `mine` the
+    numbers of their samples."""
 
     read: Callable[[int], list[Samples]]
     mine: Callable[[int], Sequence[range]]
@@ -60,7 +60,7 @@ class Target:
 
 @dataclass(frozen=True)
 class _Past:
-    """A finished step. `factor`: applied to its gradients; None: there was no update."""
+    """A finished step. `factor`: the factor by which its gradients were multiplied; None: there was no update."""
 
     step: int
     loss: float
@@ -72,7 +72,7 @@ class _Past:
 
 
 class Healer:
-    """Per-rank examiner of spikes, a `step_hooks.Healer`. Construction and every method are collective."""
+    """Examines spikes on one rank, and rewinds its state: a `step_hooks.Healer`. Construction and every method are collective."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Healer:
         guard: StateGuard | None,
         beat: Callable[[str, int], object] = lambda phase, step: None,
     ) -> None:
-        """`beat` sends a heartbeat: a phase, and the step."""
+        """`beat` sends a heartbeat with a phase and a step."""
         stability = trainer.spec.stability
         self.trainer, self.data, self.checkpointer, self.guard = trainer, data, checkpointer, guard
         self._beat = beat
@@ -103,7 +103,7 @@ class Healer:
     # --- causes ---
 
     def examine(self, before: FirstComputation, step: int) -> Findings:
-        """Recompute the previous batch, and prepare to recompute this step."""
+        """Recompute the loss of the previous batch, and prepare to recompute this step."""
         history, spec = self.trainer.state.history, self.trainer.spec.stability
         found = Findings()
         self._put_back(step)
@@ -117,7 +117,7 @@ class Healer:
             rises = {"loss": _rise(last.loss, now.loss), "norm": _rise(last.squares**0.5, now.norm)}
             out = history.departures(before.totals.loss, before.totals.norm, spec)
             sound = all(rises[one.name] < _rise(one.middle, one.value) / 2 for one in out)
-            words = f"the samples of step {last.step + 1} have loss {now.loss:.4g} now, and had {last.loss:.4g}"
+            words = f"the samples of step {last.step + 1} had loss {last.loss:.4g} in that step, and have {now.loss:.4g} now"
             found = replace(found, sound=sound, batch_before=words)
             self._put_back(step)
             self.trainer.enter(self.data.phase(step))
@@ -127,7 +127,7 @@ class Healer:
         return found
 
     def causes(self, step: int, findings: Findings) -> Findings:
-        """Add the evidence from the learning rates, the samples, and the beginning of the spike."""
+        """Add the evidence from the learning rates, from the samples, and from the extremes of layers at the beginning of the spike."""
         numbers = self.data.numbers(step)
         extremes, began = self.trainer.extremes, self.trainer.state.history.began
         # where nothing was computed again, extremes of the spike itself may be those of bad samples; earlier ones are the weights'
@@ -145,8 +145,8 @@ class Healer:
         return found
 
     def _with_samples(self, found: Findings, mine: list[tuple[float, int]], step: int) -> Findings:
-        """Add the losses of all samples of the step. Ranks that share a sequence have parts of its loss; different data ranks have
-        different samples."""
+        """Add the losses of all samples of the step, gathered from all ranks. Ranks that share a sequence have parts of its loss; different
+        data ranks have different samples."""
         numbers = [number for run in self.data.mine(step) for number in run]
         everyone: list[Any] = [None] * self.trainer.groups.world.size()
         told = len(mine) == len(numbers) and self.trainer.groups.coordinates["tensor"] == 0 and self._in_order()
@@ -163,7 +163,7 @@ class Healer:
         return replace(found, samples=named, typical=median(losses.values()))
 
     def _in_order(self) -> bool:
-        """Return True if this rank computes the last stage's microbatches in order. Bidirectional pipelines do not."""
+        """True if this rank computes the microbatches of the last stage in order. Ranks of bidirectional pipelines do not."""
         program = self.trainer.executor.program
         slots = (action for slot in program.rows[self.trainer.groups.coordinates["pipeline"]] for action in parts(slot))
         order = [action.microbatch for action in slots if action.kind == "F" and action.stage == program.stages - 1]
@@ -177,8 +177,7 @@ class Healer:
             seed_step(self.trainer, step)
 
     def _again(self, step: int) -> StepTotals:
-        """Compute the totals of a step with the current weights. The step's gradients are kept, and the trainer stays in the step's
-        phase."""
+        """Compute the totals of a step with the current weights. Keep the step's gradients, and leave the trainer in the step's phase."""
         self.trainer.enter(self.data.phase(step))
         accumulated = accumulate(self.trainer, self.data.read(step))
         return AllGatherTotals(self.trainer, accumulated.executed, stop=False).wait()
@@ -205,10 +204,10 @@ class Healer:
         return self.trainer.groups.rank == 0
 
     def rewind(self, target: Target, step: int, findings: Findings, *, late: bool) -> tuple[list[Event], Findings]:
-        """Restore the copy `target` in step `step`; return the events to log. `late`: a step's microbatches are in progress, so nothing
-        else can be computed.
+        """In step `step`, restore the copy `target`; return the events to log, and the findings. `late`: microbatches of a step are in
+        progress, so nothing can be recomputed.
 
-        If the copy is damaged, report that and raise Reported."""
+        If the copy is damaged, report this and raise Reported."""
         state, spec = self.trainer.state, self.trainer.spec.stability
         began, updates, before, drawn = time.perf_counter(), state.updates, state.history, torch.get_rng_state()
         self._beat("rewinding", step)
@@ -239,7 +238,7 @@ class Healer:
         return [rewound, *self._hold(findings.jump, step)], findings
 
     def _hold(self, jump: LearningRateJump | None, step: int) -> list[Event]:
-        """Keep the learning rate at its value before the jump, if the run may lower it: the higher rate would cause the same spike
+        """If the run may lower the learning rate, limit it to its value before the jump, because the higher rate would cause the same spike
         again."""
         state, spec = self.trainer.state, self.trainer.spec.stability
         if jump is None or jump.after < jump.before or "lower" not in spec.answers:
@@ -265,7 +264,7 @@ class Healer:
         return position_in(loaded.meta)
 
     def _continuous(self, first: int, step: int) -> bool:
-        """Return True if all steps from `first` on are recorded, no rewind lies among them, and all used the same high-precision
+        """True if all steps from `first` to `step` are recorded, none of them was rewound, and all used high precision in the same
         products."""
         if any(first < raised <= step for _, raised in self.trainer.state.history.raised):
             return False
@@ -274,8 +273,8 @@ class Healer:
         return all(past is not None and not past.rewound for past in window) and step in known
 
     def _replay(self, first: int, step: int, updates: int) -> tuple[RecomputedWindow, dict[str, float]]:
-        """Recompute the steps from `first` to `step`, until one gives different numbers; also return the largest outputs of the step
-        with damaged weights. This leaves the state unusable."""
+        """Recompute the steps from `first` to `step`, until one gives different numbers. Also return the largest outputs, with good
+        weights, in the step that was examined in the spike. The state is unusable afterwards."""
         sound = dict[str, float]()
         known = {past.step: past for past in self._past}
         for done, number in enumerate(range(first, step + 1), start=1):
@@ -298,7 +297,6 @@ class Healer:
 
     @torch.no_grad()
     def _update(self, past: _Past, updates: int) -> int:
-        """Repeat the update of a past step."""
         trainer = self.trainer
         assert past.factor is not None, f"step {past.step} had no update"
         trainer.clip(past.factor, number=updates)
@@ -309,7 +307,6 @@ class Healer:
 
 
 def _rise(before: float, after: float) -> float:
-    """Return the logarithm of a ratio; infinity if a number is not finite."""
     if not math.isfinite(after):
         return math.inf
     return math.log(max(after, 1e-300) / max(before, 1e-300))

@@ -1,8 +1,8 @@
-"""A run's history of its watched numbers: the last values inside their bands, the current spike, and responses to earlier spikes. It is
-equal on every rank and, like the run's position, part of copies and checkpoints. So all ranks make the same decisions, also after the
-run was killed. Bands are computed from logarithms: the median of the newest numbers, and the median change from one to the next.
-Neither a falling loss nor a few outliers widen such a band. (OLMo-core uses the mean and standard deviation of a window, which both
-widen.)
+"""A run's history of its watched numbers: the last values inside their bands, the current spike, and responses to earlier spikes. The
+history is equal on every rank and, like the run's position, part of copies and checkpoints, so all ranks make the same decisions, even
+after the run was killed. A band is computed from the median of the newest numbers' logarithms, and from their median change from one number
+to the next. Neither a falling loss nor a few outliers widen such a band. (OLMo-core uses the mean and standard deviation of a window; a
+falling loss and outliers widen these.)
 """
 
 import json
@@ -17,9 +17,9 @@ from megalith.spec.run import StabilitySpec
 
 NORMAL = 1.0484  # standard deviations of independent normal numbers in the median magnitude of the change from one to the next
 MINIMUM = {"loss": math.log(1.2), "norm": math.log(10.0)}
-"""The least distance from the median to the end of a band, in logarithms. Without it, numbers with little scatter would leave
-their band by noise: of 5,000 clean losses of single batches of a small Llama, two were 12 and 15 % above their median. Norms of a
-few times the usual are common in the first hundred updates, and clipping handles them."""
+"""The minimum distance from the median to the upper end of a band, in logarithms. Without this minimum, numbers that vary little would
+leave their band by chance: of 5,000 clean losses of single batches of a small Llama, two were 12 % and 15 % above their median. Gradient
+norms of a few times the usual are common in the first hundred updates, and clipping handles them."""
 JUDGED_FROM = 32  # numbers that make a band; a shorter window needs half of its own
 LEVEL = 16  # the newest numbers, whose median is a band's base
 CALM = 8  # steps inside all bands that end a spike
@@ -36,9 +36,9 @@ class Departure:
     name: str
     value: float
     middle: float
-    """The median of the newest numbers."""
+    """The median of the newest values of this number."""
     end: float
-    """Limit of the band."""
+    """The upper end of the band."""
 
     def __str__(self) -> str:
         return f"{self.name} {self.value:.4g} above {self.end:.4g} (median {self.middle:.4g})"
@@ -46,7 +46,7 @@ class Departure:
 
 @dataclass(frozen=True)
 class LearningRateJump:
-    """A learning rate that changed from one update to the next."""
+    """A change of the learning rate from one update to the next."""
 
     step: int
     before: float
@@ -54,7 +54,7 @@ class LearningRateJump:
 
     @property
     def size(self) -> float:
-        """The logarithm of the change."""
+        """The logarithm of the ratio of the two rates."""
         return math.log(self.after / self.before)
 
 
@@ -67,40 +67,40 @@ class History:
     began: int = -1
     """The first step of the current spike; -1: no spike."""
     outside: int = 0
-    """Steps of the current spike that were outside a band."""
+    """The number of steps of the current spike with a number outside its band."""
     calm: int = 0
-    """Number of consecutive steps inside all bands since then."""
+    """The number of consecutive steps inside all bands since the last step outside a band."""
     rewinds: tuple[tuple[int, int], ...] = ()
-    """Rewinds, each as the number of steps tried before the rewind, and the step of the restored copy."""
+    """For each rewind, the number of steps tried before it, and the step of the restored copy."""
     left_out: int = 0
     """Number of updates skipped or undone because of spikes."""
     lowered: int = -1
     """The first update with a lowered learning rate; -1: the rate was never lowered."""
     lowerings: int = 0
     most_lr: float = 0.0
-    """The maximum learning rate before update `held`: the rate before a jump that caused a rewind."""
+    """The maximum learning rate of updates before update `held`: the rate before the jump that caused a rewind."""
     held: int = -1
-    """The first update that `most_lr` no longer limits; -1: no limit was set."""
+    """The first update whose learning rate `most_lr` no longer limits; -1: no limit was set."""
     raised: tuple[tuple[int, int], ...] = ()
-    """Blocks whose products `precision.auto` made wide, each with the number of steps tried before."""
+    """The blocks that `precision.auto` has switched to high precision, each with the number of steps tried before that."""
     rates: tuple[tuple[int, float], ...] = ()
-    """The newest updates' steps and learning rates."""
+    """The steps and learning rates of the newest updates."""
     text: int = 0
-    """The first phase of the run with the kind of text that these numbers belong to (`Phases.texts`)."""
+    """The kind of text to which the watched numbers belong, as the number of the first phase with this kind of text (`Phases.texts`)."""
 
     @classmethod
     def load(cls, record: Mapping[str, Any]) -> "History":
-        """The inverse of `dump`, or of dataclasses.asdict."""
+        """Return the history that `dump` wrote, or that dataclasses.asdict returned."""
         lists = {name: tuple(record[name]) for name in ("losses", "norms")}
         pairs = {name: tuple((one, other) for one, other in record.get(name, ())) for name in ("rewinds", "raised", "rates")}
         return cls(**{**record, **lists, **pairs})
 
     def dump(self) -> str:
-        """Return the history as text, at most as long as `room` returns."""
+        """Return the history as text, of at most `room` bytes."""
         return json.dumps(asdict(self), separators=(",", ":"))
 
     def departures(self, loss: float, norm: float, spec: StabilitySpec) -> tuple[Departure, ...]:
-        """Return the watched numbers of a step outside their bands; empty while too few numbers are known."""
+        """Return the watched numbers of a step that lie outside their bands; empty while too few earlier numbers are known."""
         if not spec.watch or len(self.losses) < min(JUDGED_FROM, spec.window // 2):
             return ()
         found = []
@@ -111,27 +111,27 @@ class History:
         return tuple(found)
 
     def nearby(self, step: int, spec: StabilitySpec) -> int | None:
-        """Return the copy that an earlier rewind for a spike near `step` restored; None without such a rewind."""
+        """Return the step of the copy that an earlier rewind for a spike near `step` restored; None if there was no such rewind."""
         if self.rewinds and step - self.rewinds[-1][0] < spec.window:
             return self.rewinds[-1][1]
         return None
 
     def may_go_back_to(self, step: int) -> bool:
-        """False for a copy from a state that a later rewind has undone."""
+        """True unless a later rewind has undone the state after step `step`, so that a copy of it must not be restored."""
         return not any(to < step < at for at, to in self.rewinds)
 
     def rate(self, scheduled: float, *, updates: int, spec: StabilitySpec) -> float:
-        """Return the learning rate after this many updates, for which the schedule gives `scheduled`."""
+        """Return the learning rate after `updates` updates, when the schedule's rate is `scheduled`."""
         rate = scheduled * spec.lower_by if updates < self.lowered else scheduled
         return min(rate, self.most_lr) if updates < self.held else rate
 
     def of_text(self, text: int) -> "History":
-        """Return the history before a step with this kind of text, without numbers from another kind of text."""
+        """Return the history for a step with kind of text `text`, without numbers from another kind of text."""
         return self if text == self.text else replace(self, losses=(), norms=(), text=text)
 
     def jump(self, step: int, lr: float) -> LearningRateJump | None:
-        """Return the largest change of the learning rate shortly before the current spike, or in it; None: there was none. `step`: the
-        current one, with this learning rate."""
+        """Return the largest change of the learning rate shortly before the current spike or in it; None if there was none. `step`, `lr`:
+        the current step and its learning rate."""
         began = self.began if self.began >= 0 else step
         changes = pairwise((*self.rates, (step, lr)))
         found = [
@@ -143,29 +143,30 @@ class History:
         return largest if largest and abs(largest.size) >= math.log(JUMP) else None
 
     def updated(self, step: int, lr: float) -> "History":
-        """Return the history with the learning rate of an update."""
+        """Return the history with the learning rate of an update added."""
         return replace(self, rates=(*self.rates, (step, lr))[-RATES:])
 
     def accepted(self, loss: float, norm: float, spec: StabilitySpec) -> "History":
-        """Return the history with the numbers of an update added."""
+        """Return the history with the loss and norm of an update added."""
         return replace(self, losses=(*self.losses, loss)[-spec.window :], norms=(*self.norms, norm)[-spec.window :])
 
     def strayed(self, step: int) -> "History":
-        """Return the history with a step outside a band recorded."""
+        """Return the history after a step with a number outside its band."""
         return replace(self, began=step if self.began < 0 else self.began, outside=self.outside + 1, calm=0)
 
     def stayed(self) -> "History":
-        """Return the history with a step inside all bands recorded."""
+        """Return the history after a step with all numbers inside their bands."""
         if self.began < 0:
             return self
         return replace(self, calm=self.calm + 1) if self.calm + 1 < CALM else self.over()
 
     def over(self) -> "History":
-        """Return the history with the current spike ended."""
+        """Return the history after the current spike has ended."""
         return replace(self, began=-1, outside=0, calm=0)
 
     def rewound(self, copy: "History", *, step: int, to: int, undone: int) -> "History":
-        """Return the history after a rewind, in step `step`, to a `copy` of `to` steps, which undid `undone` updates."""
+        """Return the history after a rewind in step `step`, which undid `undone` updates. `copy`: the history in the restored copy; `to`:
+        the step of this copy."""
         done = (*self.rewinds, (step + 1, to))
         left_out = self.left_out + 1 + undone
         known = replace(copy, rewinds=done, left_out=left_out, raised=self.raised)
@@ -174,7 +175,7 @@ class History:
 
 
 def band(values: Sequence[float], *, width: float, least: float) -> tuple[float, float]:
-    """Return the median of the newest of `values` (two or more, positive), and the upper end of their band."""
+    """Return the median of the newest `values`, and the upper end of their band. `values`: two or more positive numbers."""
     logs = [math.log(max(value, TINY)) for value in values]
     middle = median(logs[-LEVEL:])
     deviation = NORMAL * median(abs(after - before) for before, after in pairwise(logs))
@@ -182,7 +183,7 @@ def band(values: Sequence[float], *, width: float, least: float) -> tuple[float,
 
 
 def room(spec: StabilitySpec, *, blocks: int = 0) -> int:
-    """Bytes that a history needs at most as text. `blocks`: those whose products may become wide."""
+    """Return the maximum size of a history as text, in bytes. `blocks`: the number of blocks that may be switched to high precision."""
     numbers = 2 * (spec.window + RATES)
     return 4096 * math.ceil(
         (1024 + 26 * numbers + 48 * (spec.rewinds + blocks)) / 4096

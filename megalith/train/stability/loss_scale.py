@@ -1,7 +1,9 @@
-"""Dynamic loss scaling for fp16 (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2): the scale as a value, and its changes.
+"""Dynamic loss scaling for fp16 (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2): the loss scale and the rules by which it
+changes.
 
-Gradients are multiplied by a power of two before they become fp16, which has no smaller number than 6e-8, and divided by it once they
-are summed in fp32. Both are exact. The scale doubles after several good updates in a row, and is halved when gradients overflow.
+Gradients are multiplied by the scale, a power of two, before they become fp16, whose smallest positive number is 6e-8, and are divided by
+the scale once they are summed in fp32. Both operations are exact. The scale is doubled after several good updates in a row, and is halved
+when gradients overflow.
 """
 
 from dataclasses import dataclass
@@ -10,8 +12,8 @@ from typing import NamedTuple
 from megalith.spec.run import LossScaleSpec
 
 LARGEST = 64
-"""The largest exponent of the scale: fp32 must hold the scale times any gradient. It is reached, for example, if all gradients are
-zero."""
+"""The largest exponent of the scale, so that fp32 can hold the scale times any gradient. The scale grows to this limit if, for example, all
+gradients are zero."""
 
 
 class Scale(NamedTuple):
@@ -28,23 +30,23 @@ class Scale(NamedTuple):
 
     @classmethod
     def first(cls, spec: LossScaleSpec) -> "Scale":
-        """Return the scale that a run begins with."""
+        """Return the scale with which a run begins."""
         return cls(exponent_of(spec.initial))
 
     @property
     def value(self) -> float:
-        """Factor of the gradients."""
+        """The factor by which gradients are multiplied."""
         return 2.0**self.exponent
 
     def updated(self, spec: LossScaleSpec) -> "Scale":
-        """Return the scale after an update was made: doubled after `growth_interval` updates in a row."""
+        """Return the scale after an update was made; it is doubled after `growth_interval` updates in a row."""
         if self.good + 1 < spec.growth_interval:
             return self._replace(good=self.good + 1)
         return Scale(min(self.exponent + 1, LARGEST), overflows=self.overflows)
 
     def overflowed(self, spec: LossScaleSpec) -> "Scale | None":
         """Return the scale after gradients overflowed. The first `hysteresis` - 1 overflows since the scale last grew do not change it;
-        each further one halves it (Megatron-LM's DynamicGradScaler). None: the scale is at its floor."""
+        each further overflow halves it, as in Megatron-LM's DynamicGradScaler. Return None if the scale is at its minimum already."""
         spent, floor = min(self.spent + 1, spec.hysteresis), exponent_of(spec.floor)
         if spent < spec.hysteresis:
             return Scale(self.exponent, spent=spent, overflows=self.overflows + 1)
@@ -60,8 +62,8 @@ def exponent_of(scale: int) -> int:
 
 @dataclass(frozen=True)
 class Overflow:
-    """Gradients that overflowed in fp16. `tensor` is the first parameter in the order of backward whose gradient holds NaN or Inf, over
-    all microbatches and ranks; empty if no gradient does, and only the norm overflowed."""
+    """An overflow of gradients in fp16. `tensor`: the first parameter, in the order of backward, whose gradient holds NaN or Inf on any
+    rank; empty if only the norm overflowed."""
 
     tensor: str
     scale_before: float
@@ -69,6 +71,6 @@ class Overflow:
 
     @property
     def part(self) -> str:
-        """The part of the model that the tensor belongs to: `embedding`, `blocks.N` or `head`."""
+        """The part of the model to which `tensor` belongs: `embedding`, `blocks.N` or `head`."""
         first, _, rest = self.tensor.partition(".")
         return f"{first}.{rest.partition('.')[0]}" if first == "blocks" else first

@@ -1,4 +1,4 @@
-"""The loss of each sample of a step, on request: the head's own loss, computed again for one row at a time."""
+"""Measures the loss of each sample of a step on request, by computing the head's own loss again for one row at a time."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,11 +13,11 @@ from megalith.train.assemble import Trainer
 
 
 class SampleLosses:
-    """Losses of this rank's samples, collected until `close`; none without a head. Ranks that share a sequence have parts of its
-    loss."""
+    """Collects the losses of this rank's samples until `close`; a rank without the head collects none. Ranks that share a sequence have
+    parts of its loss."""
 
     def __init__(self, trainer: Trainer, *, count: int) -> None:
-        """`count`: samples of this rank in the step; later computations are ignored."""
+        """`count`: the number of this rank's samples in the step. Losses that are computed later are ignored."""
         # before the healer asks, a step that is verified is computed again, for other ranks' samples too
         self._count = count
         self._losses: list[tuple[float, int]] = []
@@ -48,8 +48,8 @@ class SampleLosses:
         self._busy = False
 
     def close(self) -> list[tuple[float, int]]:
-        """Return the losses in the order of the microbatches: for each sample, the summed loss of this rank's targets, and the number
-        of targets."""
+        """Stop collecting. Return, for each sample in the order of the microbatches, the summed loss of this rank's targets, and their
+        number."""
         for hook in self._hooks:
             hook.remove()
         return self._losses

@@ -21,14 +21,17 @@ def rate(name: str, precision: str) -> float:
 def test_a_device_that_is_known_has_its_own_peak(asked: str) -> None:
     found = catalogue_peak(asked, H100, "bf16")
     assert found.rate == rate("h100", "bf16")
-    assert ("names a100-80gb, but this device is another model" in found.instead) == asked.startswith("a100")
+    assert ("names a100-80gb, but this machine has another device" in found.instead) == asked.startswith("a100")
 
 
 @pytest.mark.parametrize("asked", ["local", "v100-32gb:8"])
 def test_a_known_device_without_a_rate_for_a_precision_is_not_called_unknown(asked: str) -> None:
     found = catalogue_peak(asked, V100, "bf16")
     assert found.rate is None
-    assert found.source == "NVIDIA V100 SXM2 32 GB: no bf16 peak in the catalogue, so no MFU; it has fp32, fp16"
+    assert (
+        found.source
+        == "NVIDIA V100 SXM2 32 GB: the catalogue has no bf16 peak, so no MFU is computed; it has peaks for fp32, fp16"
+    )
     assert catalogue_peak(asked, V100, "fp32").rate == rate("v100-32gb", "fp32")
 
 
@@ -40,7 +43,7 @@ def test_an_unknown_device_is_what_the_cluster_names() -> None:
 
 def test_ranks_on_a_cpu_are_not_measured_against_a_gpu() -> None:
     found = catalogue_peak("h100:8", "CPU", "bf16")
-    assert found.rate is None and "names h100, but this device is another model" in found.instead
+    assert found.rate is None and "names h100, but this machine has another device" in found.instead
     assert catalogue_peak("cpu:8", "CPU", "bf16").instead == catalogue_peak("local", "CPU", "bf16").instead == ""
 
 

@@ -65,7 +65,7 @@ def test_content_that_the_disk_altered_is_found(tmp_path: Path, harm: str) -> No
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StateFileError, match=rf"no file can be made in {tmp_path}/file/below .*plan.retain.folder"):
+    with pytest.raises(StateFileError, match=rf"no file can be created in {tmp_path}/file/below .*plan.retain.folder"):
         DiskFile(tmp_path / "file" / "below")
 
 

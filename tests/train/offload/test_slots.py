@@ -108,7 +108,7 @@ def test_a_full_disk_is_named_before_anything_is_trained(tmp_path: Path, monkeyp
     monkeypatch.setattr(os, "posix_fallocate", _full)
     with pytest.raises(
         StateFileError,
-        match=r"needs another file of 40,960 bytes in .* \(No space left on device; [0-9,]+ are free\)\. Make room",
+        match=r"needs another file of 40,960 bytes in .* \(No space left on device; [0-9,]+ bytes are free\)\. Make room",
     ) as caught:
         _file(tmp_path)
     assert caught.value.errno == errno.ENOSPC and caught.value.exit_code == ExitCode.LOST

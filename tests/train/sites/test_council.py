@@ -285,7 +285,7 @@ def test_a_site_that_decides_late_is_waited_for() -> None:
 def test_a_site_that_decides_and_says_nothing_is_lost() -> None:
     councils = _all(Hub())
     councils[1].post(_difference(4))
-    with pytest.raises(PeerGone, match="site 0, which decides, is away"):
+    with pytest.raises(PeerGone, match="site 0, the decider, is away"):
         councils[1].decide(0, 0, 4, 4, members=MEMBERS)
 
 
@@ -295,7 +295,7 @@ def test_without_the_site_that_decides_the_others_end() -> None:
     hub.cut([0], [1, 2])
     for one in councils[1:]:
         one.post(_difference(4))
-        with pytest.raises(PeerGone, match="site 0, which decides, is away"):
+        with pytest.raises(PeerGone, match="site 0, the decider, is away"):
             one.decide(0, 0, 4, 4, members=MEMBERS)
 
 
@@ -421,7 +421,7 @@ def test_another_program_is_noticed() -> None:
     for one in councils:
         one.post(_difference(4))
     verdict = councils[0].decide(0, 0, 4, 4, members=MEMBERS)
-    with pytest.raises(OutOfStepError, match="7 bytes, and site 0 expects 8"):
+    with pytest.raises(OutOfStepError, match="7 bytes, but site 0 expects 8"):
         councils[0].differences(verdict, bytes_each=8)
     with pytest.raises(OutOfStepError, match="merges fragment 0 of step 4 at step 4"):
         councils[1].decide(0, 1, 4, 4, members=MEMBERS)
@@ -448,7 +448,7 @@ def test_sites_begin_from_the_newest_checkpoint_that_all_who_trained_have() -> N
     assert called({0: (new, alone), 1: (alone,), 2: (new,)}, sites) == (alone, 0), "2 had left"
     assert called({0: (new,), 1: (_cut(7, 0, 1, mark="other"),)}, sites)[0] == _cut(7, 0, 1, mark="other")
     assert called({1: (), 2: ()}, sites) == (None, 1)
-    with pytest.raises(ValueError, match=r"sites\.decides = 0, and site 0 has no checkpoint"):
+    with pytest.raises(ValueError, match=r"sites\.decides = 0, but site 0 has no checkpoint"):
         called({0: (), 1: (old,)}, SitesSpec(count=3, decides=0))
 
 

@@ -113,7 +113,7 @@ def test_verdicts_are_those_of_the_record() -> None:
 def test_a_difference_of_the_record_is_waited_for() -> None:
     councils = _begun(Hub())
     councils[0].post(_difference(4))
-    with pytest.raises(PeerGone, match="the difference of site 1 did not come"):
+    with pytest.raises(PeerGone, match="the difference of site 1 did not arrive"):
         councils[0].decide(0, 0, 4, 4, members=MEMBERS)
 
 
@@ -121,7 +121,7 @@ def test_another_run_file_is_noticed() -> None:
     councils = _begun(Hub())
     for one in councils:
         one.post(_difference(3))
-    with pytest.raises(OutOfStepError, match="sent at step 3, at step 3 is not recorded"):
+    with pytest.raises(OutOfStepError, match=r"sent at step 3, at step 3\) is not recorded"):
         councils[0].decide(0, 0, 3, 3, members=MEMBERS)
 
 

@@ -28,7 +28,7 @@ def test_nothing_is_named_where_nothing_points_to_it() -> None:
 
 def test_causes_come_in_the_order_of_what_they_prove() -> None:
     jump = LearningRateJump(39, 1e-3, 2e-2)
-    damaged = replace(FOUND, sound=False, batch_before="the samples of step 40 have loss 8 now, and had 3")
+    damaged = replace(FOUND, sound=False, batch_before="the samples of step 40 had loss 3 in that step, and have 8 now")
     assert causes(damaged) == ["numerics"]
     assert causes(replace(damaged, replayed=RecomputedWindow(5))) == ["numerics"]
     assert causes(replace(damaged, jump=jump)) == ["schedule", "numerics"]
@@ -44,12 +44,12 @@ def test_samples_and_parts_are_named() -> None:
     (cause, evidence), *_ = found.causes
     assert cause == "data"
     assert evidence == (
-        "all well, so the weights are sound; samples 320 to 327, median loss 5.5, the largest: 323 (7.5, letters in 0.bin)"
+        "all well, so the weights are sound; samples 320 to 327 with median loss 5.5; the largest losses: 323 (7.5, letters in 0.bin)"
     )
     damaged = replace(FOUND, sound=False, batch_before="worse", compared=True)
-    assert "shows in the head first" in damaged.causes[0][1]
+    assert "shows first in the head" in damaged.causes[0][1]
     moved = replace(damaged, moved=OutputGrowth("blocks.1", 3.0, 300.0))
-    assert "blocks.1 is the first part whose largest output changed, from 3 to 300" in moved.causes[0][1]
+    assert "blocks.1 is the first part whose largest output grew, from 3 to 300" in moved.causes[0][1]
 
 
 def test_the_first_part_that_moved_is_the_first_in_the_models_order() -> None:
