@@ -194,7 +194,7 @@ def test_figures_of_one_node_are_taken_for_several_like_it(tmp_path: Path):
         (
             {"device": "NVIDIA A100-SXM4-80GB"},
             ["measured.device"],
-            "h100 is not the device that was measured: torch calls it NVIDIA H100",
+            "the figures were not measured on h100, which torch calls NVIDIA H100",
         ),
         (
             {"count": 4},
