@@ -450,8 +450,8 @@ def test_a_rule_that_needs_more_than_its_row_says_is_refused(rule: str, says: st
     ("row", "says"),
     [
         (Kind(title="", rule="here", slots=()), "is not a module:Class"),
-        (Kind(title="", rule="a:B", slots=(Slot("weights"),)), "a name that is taken"),
-        (Kind(title="", rule="a:B", slots=(Slot("m"), Slot("m"))), "two of its slots"),
+        (Kind(title="", rule="a:B", slots=(Slot("weights"),)), "has the name of one of Megalith.s own tensors"),
+        (Kind(title="", rule="a:B", slots=(Slot("m"), Slot("m"))), "two slots"),
         (Kind(title="", rule="a:B", slots=(), rest="adamz"), "is not the name of an optimizer"),
     ],
 )

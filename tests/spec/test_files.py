@@ -115,12 +115,12 @@ def test_settings_are_toml_values_or_bare_words(run: Path, setting: str, key: st
     [
         (
             ["optimizer.min_lr=3e-5", "optimizer.lr=3e-4"],
-            "3e-05 times lr = 0.0003 is a lowest rate of 9e-09. "
-            "Write min_lr_ratio = 0.1 for a lowest rate of 3e-05, or min_lr_ratio = 3e-05 for a lowest rate of 9e-09.",
+            "3e-05 times optimizer.lr = 0.0003 would be a lowest learning rate of 9e-09. "
+            "Write min_lr_ratio = 0.1 for a lowest learning rate of 3e-05, or min_lr_ratio = 3e-05 for a lowest learning rate of 9e-09.",
         ),
-        (["optimizer.min_lr=0.1", "optimizer.lr=3e-4"], "Write min_lr_ratio = 0.1 for a lowest rate of 3e-05."),
-        (["optimizer.min_lr=0"], "Write min_lr_ratio = 0 for a lowest rate of 0."),
-        (["optimizer.min_lr=low"], "has the new name min_lr_ratio, because it is a share of optimizer.lr. Write min_lr_ratio."),
+        (["optimizer.min_lr=0.1", "optimizer.lr=3e-4"], "Write min_lr_ratio = 0.1 for a lowest learning rate of 3e-05."),
+        (["optimizer.min_lr=0"], "Write min_lr_ratio = 0 for a lowest learning rate of 0."),
+        (["optimizer.min_lr=low"], "is now called min_lr_ratio, because it is a share of optimizer.lr. Write min_lr_ratio."),
     ],
 )
 def test_a_lowest_learning_rate_is_refused_with_both_readings(settings: list[str], said: str, run: Path):
