@@ -181,7 +181,6 @@ class Journal:
         self._flush()
 
     def _flush(self) -> None:
-        """Write as many of the waiting lines as possible."""
         waited = len(self._waiting)
         try:
             file = self._open()

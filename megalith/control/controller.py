@@ -130,7 +130,6 @@ class Controller:
         return False
 
     def _generation(self, order: Start) -> None:
-        """Start all ranks, watch them until they end, and handle the outcome."""
         self._next, self._done, self._end_now = None, -1, False
         self._shrunk = isinstance(order, commands.Shrink)
         self._placement = order.nodes[: self._state.least] if isinstance(order, commands.Shrink) else order.placement
@@ -179,14 +178,12 @@ class Controller:
         return self._stores.start(start, limit=self._fleet.wait_limit, notify=notify, pause=pause)
 
     def _pause(self, seconds: float) -> None:
-        """Wait before a start, unless a stop is requested."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self._requests:
             self._turn()
             time.sleep(IDLE_SECONDS)
 
     def _idle(self) -> None:
-        """Wait for a node, while no ranks run."""
         if self._requests:
             self._outcome = without_ranks(ExitCode.TERMINATED)
             return
@@ -201,7 +198,6 @@ class Controller:
             self._outcome = without_ranks(self._stop_code, report=self._report)
 
     def _turn(self) -> None:
-        """Do the periodic work of every loop."""
         self._tick()
         for order in self._orders.take() if self._done >= 0 or self._state.waiting else ():  # ranks that start cannot save yet
             self._take_now_or_later(TimedObservation(order, order.time, {}))
@@ -211,7 +207,6 @@ class Controller:
             self._nodes.check(node)
 
     def _final(self, outcome: Outcome) -> Outcome:
-        """Return the outcome of the run: its ranks' own, or the policy's if that stopped the run."""
         if self._stop_code is None or self._requests:
             return outcome
         return replace(outcome, code=self._stop_code, report=self._report)
@@ -220,7 +215,6 @@ class Controller:
 
     @property
     def _now(self) -> Job:
-        """The job of the current generation: the run's own, or its fallback."""
         return self._job.now(shrunk=self._shrunk)
 
     @property
@@ -228,7 +222,6 @@ class Controller:
         return max(self._begun, 0)
 
     def _observe(self, heard: list[Observation], beats: list[Beat]) -> bool:
-        """Handle one turn of a generation's loop; return whether the generation must end."""
         for observation in heard:
             self._handle(observation)
         self._progress(beats)
@@ -323,7 +316,6 @@ class Controller:
     # Deciding and obeying
 
     def _take(self, seen: TimedObservation) -> None:
-        """Ask the policy for its decision on an observation, log the decision, and carry it out."""
         if seen.observation.step == 0:  # its observer does not know the step
             seen = replace(seen, observation=replace(seen.observation, step=self._step))
         if self._end_now or not isinstance(seen.observation, observations.Straggler):  # a tolerated one needs no survey of copies
@@ -359,7 +351,6 @@ class Controller:
         return self._listed
 
     def _log_plan(self, order: Start) -> None:
-        """If the plan changes, report which one the ranks follow from now on."""
         if isinstance(order, commands.Shrink) and not self._shrunk:
             nodes = ", ".join(order.nodes[: self._state.least])
             words = f"continues from {order.source} under fleet.fallback, on {nodes}: results are not bitwise those of the run's own plan"

@@ -40,7 +40,6 @@ def _text(outcome: Outcome, cause: Failure, number: int) -> str:
 
 
 def _told(failure: Failure) -> str:
-    """Return a failure as text with its whole traceback, if its file still exists."""
     written = causes.read_error(failure.log.with_name(f"rank-{failure.rank}.error.json"))
     evidence = written.traceback if written is not None and failure.error == written.line else failure.traceback
     lines = [f"{failure.name} {failure.reason}", *([failure.error] if failure.error else []), f"output: {failure.log}"]

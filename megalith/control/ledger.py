@@ -179,7 +179,6 @@ def _slow_times(events: Sequence[Event]) -> list[tuple[float, float]]:
 
 
 def _recoveries(events: Iterable[Event]) -> dict[int, Recovery]:
-    """Return each recovery by the number of its incident."""
     return {recovery.incident: recovery for recovery in of_kind(events, Recovery)}
 
 

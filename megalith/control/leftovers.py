@@ -58,7 +58,6 @@ def _in(place: Path, where: Literal["memory", "disk"]) -> list[Leftover]:
 
 
 def _look(path: Path, where: Literal["memory", "disk"]) -> Leftover | None:
-    """Describe the contents of a folder; None if it does not hold this user's copies."""
     try:
         with _opened(path) as file:
             owner = json.load(file)
@@ -108,7 +107,6 @@ def _newest(path: Path, run: Path) -> int | None:
 
 
 def _disk_of(run: Path) -> Path | None:
-    """Return the disk folder of a run's copies, which its run folder names."""
     try:
         return Path(json.loads((run / SPEC_FILE).read_text(encoding="utf-8"))["fleet"]["disk"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -35,7 +35,6 @@ class Memory:
 
     @cached_property
     def _place(self) -> disk.Place:
-        """Location of the ledger, determined at the first access."""
         return disk.Place(self._ledger.parent)
 
     def recall(self, there: tuple[str, ...]) -> State:

@@ -50,7 +50,6 @@ class Outcome:
         return "\n".join([*self._what_failed(cause)[: MAX_LINES - len(where) - len(after)], *after, *where])
 
     def _what_failed(self, cause: Failure) -> list[str]:
-        """Return lines about the cause: the policy's report if there is one, else the first failure."""
         if not self.report:
             return [f"{cause.name} {cause.reason}", *_error(cause), *_place(cause)]
         if cause.secondary or _reported(cause):  # lost connections tell nothing; the incident's report has what ranks reported
@@ -60,7 +59,6 @@ class Outcome:
         return [_cut(self.report), *(error[1:] if said else error), *_place(cause)]
 
     def _led_to(self) -> list[str]:
-        """Summarize the fate of the other ranks, in one line."""
         said = []
         failed = sorted({failure.rank for failure in self.consequences if failure.rank is not None})
         if failed:
@@ -125,7 +123,6 @@ def _cut(text: str) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Return "rank 3", "ranks 0, 2", "ranks 0, 4 to 63"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

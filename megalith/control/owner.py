@@ -332,22 +332,18 @@ class _Claims:
         return True
 
     def beat(self, claim: Claim) -> None:
-        """Write an owner's next heartbeat."""
         disk.write_whole(self._path(claim, "beat"), secrets.token_hex(8))
 
     def last_beat(self, claim: Claim) -> str:
-        """Return the last heartbeat that an owner wrote; empty if there is none."""
         try:
             return self._path(claim, "beat").read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:
             return ""
 
     def leave(self, claim: Claim) -> None:
-        """Record that an owner has ended."""
         self._path(claim, "left").touch()
 
     def left(self, claim: Claim) -> bool:
-        """True if an owner has ended."""
         return self._path(claim, "left").exists()
 
     def _path(self, claim: Claim, ending: str = "json") -> Path:
@@ -385,7 +381,6 @@ def _in_use(run_dir: Path, who: str) -> str:
 
 
 def _born(process: int) -> str:
-    """Return a process's start time as the kernel counts it; empty if there is no such process."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         return "" if fields[0] in "ZX" else fields[19]

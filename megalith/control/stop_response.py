@@ -56,7 +56,6 @@ class StopResponse:
         self._notify(f"{again}: stop now{self._loss(min((step for step in begun if step >= 0), default=-1))}")
 
     def _loss(self, done: int) -> str:
-        """Describe the work that a stop in the middle of the step after `done` steps would lose."""
         if done < 0:
             return ""
         source = None

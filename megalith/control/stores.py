@@ -54,7 +54,6 @@ class Stores:
         return True
 
     def _try(self, start: Callable[[], None]) -> tuple[str, str] | None:
-        """Call `start` if all paths can be used; else return the path that cannot be used, and the reason."""
         if why := self._run.away():
             return str(self._run.folder), why
         try:

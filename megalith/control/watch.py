@@ -113,7 +113,6 @@ class Watch:
         return self._outcome()
 
     def _collect_events(self) -> list[Observation]:
-        """Collect events: record the ends of ranks, and return observations."""
         observed: list[Observation] = []
         for what in self._nodes.wait(POLL_SECONDS):
             if isinstance(what, Exit | Failure):
@@ -152,7 +151,6 @@ class Watch:
             self._ready_at = self._beat_at = self._watched
 
     def _must_end(self) -> bool:
-        """True if the remaining ranks must be ended now."""
         if self._pass_on_requests():
             return True
         if self._failed_at is not None:
@@ -285,7 +283,6 @@ class Watch:
         return "; ".join(part for part in (missed, where + step, stopped, behind) if part)
 
     def _end_all(self) -> None:
-        """Kill all processes that still run, and record how they ended."""
         killed = self._nodes.running()
         self._nodes.send(signal.SIGKILL, killed)
         until = time.monotonic() + KILL_SECONDS

@@ -79,7 +79,6 @@ def _lose_memory(rank_info: RankInfo, nodes: Sequence[str]) -> None:
 
 
 def _lose_disk(rank_info: RankInfo, node: str) -> None:
-    """Delete the files that a node had on its disk."""
     if rank_info.disk is not None:
         shutil.rmtree(node_folder(rank_info.disk, node), ignore_errors=True)
 
@@ -89,7 +88,6 @@ def _checkpoints() -> Path:
 
 
 def _newest_checkpoint() -> list[Path]:
-    """The parts of the newest checkpoint, largest first."""
     steps = sorted(path for path in _checkpoints().glob("step-*") if path.name.removeprefix("step-").isdigit())
     return sorted(steps[-1].glob("rank-*"), key=lambda path: -path.stat().st_size) if steps else []
 
@@ -106,7 +104,6 @@ def _freeze_others() -> None:
 
 
 def _lose_copies(rank_info: RankInfo) -> None:
-    """Delete all copies, so that only checkpoints are left."""
     _lose_memory(rank_info, rank_info.placement)
     for node in rank_info.placement:
         _lose_disk(rank_info, node)
@@ -134,7 +131,6 @@ def _alter_checkpoint(one: Injection, rank_info: RankInfo) -> None:
 
 
 def _lose_node(one: Injection, rank_info: RankInfo) -> None:
-    """The first of the node's ranks removes the node's folders; all its ranks die."""
     if rank_info.memory is not None and len(rank_info.placement) > 1:
         _freeze_others()
         _lose_disk(rank_info, rank_info.node)

@@ -108,7 +108,6 @@ class Agent:
             self._cut_off(why)
 
     def _take(self, order: dict[str, Any]) -> None:
-        """Obey an order; drop, count and report an unreadable one."""
         try:
             what = self._read(order)
         except (ValueError, TypeError) as error:
@@ -117,7 +116,6 @@ class Agent:
             self._obey(order | what)
 
     def _read(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Decode an order. Raises ValueError for an unknown order."""
         match order:
             case {"start": generation}:
                 return {"start": GENERATION.validate_python(generation)}
@@ -157,7 +155,6 @@ class Agent:
                 self._nodes.check(self._name)
 
     def _start(self) -> None:
-        """Start the ranks of an order, retrying while their rendezvous file cannot be written."""
         if self._ordered is None or time.monotonic() < self._start_at:
             return
         self._generation, self._forked = self._ordered.name, frozenset()

@@ -55,7 +55,6 @@ def find(environment: Mapping[str, str] = os.environ, *, alone: bool = False) ->
 
 
 def _require(environment: Mapping[str, str], launcher: str, *names: str) -> None:
-    """Raise ValueError with all variables that are missing, or that are not numbers but must be."""
     problems = [f"{name} is not set" for name in names if name not in environment]
     numbers = [name for name in names if name not in ("MASTER_ADDR", "MEGALITH_GENERATION")]
     problems += [f"{name}={environment[name]} is not a number" for name in numbers if not environment.get(name, "0").isdecimal()]
@@ -163,7 +162,6 @@ def expand_nodes(text: str) -> list[str]:
 
 
 def _split(text: str) -> list[str]:
-    """Split a text at the commas outside brackets."""
     items = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
     if not items or ",".join(items) != text:
         raise ValueError(f"{text!r} is not a node list in Slurm's form. Use a form such as node[01-03,07],gpu5")

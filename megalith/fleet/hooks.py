@@ -39,7 +39,6 @@ class Faults:
         return since <= step < since + one.lasts
 
     def _mark(self, one: Injection, step: int | None) -> bool:
-        """Record that a fault was injected; return False if it already was, by another process or before a restart of the ranks."""
         if one.number in self._befallen:
             return True
         if any(self._is_older(mark) for mark in marks(self._path).glob(f"{one.number}-*")):

@@ -101,7 +101,6 @@ class LocalNodes:
         return self._memory
 
     def _make_memory(self, memory: Path, names: Sequence[str]) -> None:
-        """Make and claim those folders of these nodes in shared memory that do not exist."""
         if not self._claimed or not disk.leads_to(memory / OWNER, os.fstat(self._claimed[-1].fileno()).st_ino):
             self._claimed.append(roots.claim(memory, self._owner))
         for name in names:
@@ -236,7 +235,6 @@ class LocalNodes:
         return happened
 
     def _describe(self, what: Exit | Failure) -> Exit | Failure:
-        """Add the cause to the abnormal end of a rank."""
         if isinstance(what, Failure) or what.code in ORDERLY:
             return what
         assert self._assignment is not None

@@ -122,7 +122,6 @@ class RemoteNodes:
 
     @contextlib.contextmanager
     def _dropping(self, where: str) -> Iterator[None]:
-        """Drop a message that the block cannot interpret."""
         try:
             yield
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -142,7 +141,6 @@ class RemoteNodes:
         return found
 
     def _newcomers(self) -> list[Observation]:
-        """Return observations for the nodes that joined since the last call."""
         found: list[Observation] = []
         while self._store.check([messages.member_key(self._joined + 1)]):
             self._joined += 1
@@ -185,7 +183,6 @@ class RemoteNodes:
         raise ValueError(f"the agent of {member.name} sent {message}, which this version does not know")
 
     def _silent(self) -> list[Observation]:
-        """Return the nodes that have sent no heartbeat for too long."""
         late = []
         for member in self._members.values():
             life = self._store.get(messages.beat_key(member.number)).decode(errors="replace") if self._has_beaten(member) else ""
@@ -217,7 +214,6 @@ class RemoteNodes:
 
     @property
     def _world(self) -> int:
-        """Ranks of this generation."""
         return self._job.now(shrunk=self._generation.shrunk).ranks
 
     def _node_of(self, rank: int) -> str:

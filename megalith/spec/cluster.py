@@ -299,7 +299,6 @@ def changed(cluster: ClusterSpec, values: Mapping[str, Any]) -> ClusterSpec:
 
 
 def _laid(below: Any, above: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tree `below`; where `above` has a value, it replaces that of `below`."""
     held = below if isinstance(below, dict) else {}
     return held | {key: _laid(held.get(key), value) if isinstance(value, Mapping) else value for key, value in above.items()}
 
@@ -322,8 +321,6 @@ def _correct(key: str) -> str:
 
 
 def _measured_elsewhere(path: Path, cluster: ClusterSpec) -> list[Problem]:
-    """Return the problems of a file whose measured figures come from other devices: one problem for each value that shows
-    this."""
     found, device = cluster.measured, cluster.accelerator
     if found is None:
         return []

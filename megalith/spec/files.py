@@ -91,7 +91,6 @@ def read(path: str | Path, *, overrides: Sequence[str] = (), saved: bool = False
 
 
 def _cluster_missing(resolved: ResolvedRun, path: Path) -> list[Problem]:
-    """Return a problem if the run file names a cluster file that is neither in the run file's folder nor in the current one."""
     source = resolved.provenance.get("cluster", "")
     if not source.startswith("file "):
         return []
@@ -112,7 +111,6 @@ def _cluster_missing(resolved: ResolvedRun, path: Path) -> list[Problem]:
 
 
 def _tables_of_sites(values: Tree) -> list[Tree]:
-    """Return each site's table from the values of a run file, without invalid ones."""
     sites = values.get("sites")
     each = sites.get("each") if isinstance(sites, dict) else None
     return [one for one in each if isinstance(one, dict)] if isinstance(each, list) else []

@@ -78,7 +78,6 @@ def _points(tree: Tree, start: Phase, sources: MutableMapping[str, str]) -> Phas
 
 
 def _tables(tree: Tree) -> Iterator[tuple[str, Tree]]:
-    """Yield the key and the table of each phase and batch change."""
     for key in (RAMP, DATA):
         table, _, name = key.partition(".")
         listed = _table(tree, table).get(name)
@@ -93,7 +92,6 @@ def _table(tree: Tree, name: str) -> Tree:
 
 
 def _number(kind: type[Spec], name: str, value: Any) -> Any:
-    """Return the value of a key; text such as "8k" becomes a number if the key accepts it."""
     field = kind.model_fields.get(name)
     mark = next((each for each in field.metadata if isinstance(each, Thousand)), None) if field else None
     return whole(value, mark) if mark and isinstance(value, str) else value

@@ -40,7 +40,6 @@ class LinearScaling(Spec):
 
 
 def _kind_of_scaling(value: Any) -> str:
-    """Return the kind of a rotary scaling; "llama3" if its table has no `kind`."""
     kind = value.get("kind", "llama3") if isinstance(value, Mapping) else getattr(value, "kind", "llama3")
     return str(kind)
 

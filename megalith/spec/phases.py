@@ -182,5 +182,4 @@ def _sample(begin: int | Amount, phase: Phase) -> int:
 
 
 def _measure(phase: Phase, unit: str) -> int:
-    """Return the steps, samples or tokens before a phase."""
     return {"steps": phase.step, "samples": phase.first, "tokens": phase.tokens}[unit]

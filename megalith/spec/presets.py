@@ -32,8 +32,6 @@ def meant(word: str) -> list[str]:
 
 
 def _is_piece(piece: str, parts: list[str]) -> bool:
-    """Return True if `piece` is a size such as "8b" and equals one of a name's `parts`, or a word such as "llama" and begins one
-    of them."""
     return piece in parts if piece[0].isdigit() else any(part.startswith(piece) for part in parts)
 
 

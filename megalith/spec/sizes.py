@@ -155,7 +155,6 @@ def own_tensors(block: BlockSpec, dim: int) -> dict[str, tuple[Tensor, ...]]:
 
 
 def _under(path: str, parameters: Iterable[Parameter]) -> Parameters:
-    """Yield the parameters of the module at `path`."""
     return (each._replace(name=f"{path}.{each.name}") for each in parameters)
 
 
@@ -175,7 +174,6 @@ def _head(dim: int, spec: HeadSpec, embedding: EmbeddingSpec) -> Parameters:
 
 
 def _ahead(dim: int, block: BlockSpec, embedding: EmbeddingSpec) -> Parameters:
-    """Yield the parameters of one depth of multi-token prediction."""
     yield Parameter("embedding.weight", (embedding.vocab, dim), "table")
     yield from _under("norm_embedding", _norm(dim, block.norm))
     yield from _under("norm_hidden", _norm(dim, block.norm))

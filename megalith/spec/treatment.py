@@ -59,7 +59,6 @@ def treatment(parameter: Parameter, optimizer: OptimizerSpec, scaling: Growth) -
 
 
 def _scaled(usual: Treatment, parameter: Parameter, scaling: Growth) -> Treatment:
-    """Return the treatment for a model whose sizes differ from the base sizes (`spec.families.parametrization`)."""
     power = (OPTIMIZERS[usual.kind].width or 0.0) if is_hidden(parameter) else 0.0
     factor, deep = scaling.width**power, scaling.depth if parameter.name.startswith("blocks.") else 1.0
     return usual._replace(lr=usual.lr * factor, weight_decay=usual.weight_decay / factor, eps=1 / (scaling.width * deep))

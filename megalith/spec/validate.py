@@ -163,7 +163,6 @@ def kinds_of(annotation: Any) -> list[type[Spec]]:
 
 
 def _chosen(kinds: list[type[Spec]], value: Any) -> type[Spec] | None:
-    """Return the Spec class that the `family` or `kind` in `value` names; None if it names no known class."""
     if len(kinds) < 2:
         return kinds[0] if kinds else None
     if "family" in kinds[0].model_fields:
@@ -186,7 +185,6 @@ class _Fault:
 
     @property
     def table(self) -> type[Spec] | None:
-        """The spec that the last key of the path belongs to."""
         return self.tables[len(self.path) - 1] if self.path else None
 
     @property
@@ -256,7 +254,6 @@ def _fault(error: ErrorDetails, tree: Tree, spec: type[Spec]) -> _Fault:
 
 
 def _known(spec: type[Spec], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The path of every key of a spec."""
     for name, field in spec.model_fields.items():
         yield (*path, name)
         for nested in kinds_of(field.annotation):

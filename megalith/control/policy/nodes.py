@@ -107,7 +107,6 @@ def _without(kept: Mapping[str, Kept], node: str) -> dict[str, Kept]:
 
 
 def _welcome(state: State, observation: observations.NodeJoined | observations.HealthChecked, fleet: FleetSpec) -> Decision:
-    """A healthy node fills a slot that waits for one; otherwise it is a spare."""
     node = observation.node
     state = replace(state, spares=(*state.spares, node))
     if len(state.spares) < len(state.vacant) or not state.vacant:

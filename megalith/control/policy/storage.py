@@ -108,5 +108,4 @@ def store_away(state: State, observation: observations.StoreAway, fleet: FleetSp
 
 
 def _until_tried_again(gone: float, fleet: FleetSpec) -> float:
-    """Return the seconds until the next attempt to use storage that has been unavailable for `gone` seconds."""
     return min(max(gone, fleet.backoff), fleet.backoff_limit)

@@ -85,7 +85,6 @@ def _cluster(spec: RunSpec) -> ClusterSpec | None:
 def _ranks_per_node(
     spec: RunSpec, engine: str, nodes: int | None, asked: int | None, cluster: ClusterSpec | None
 ) -> int | Problem:
-    """Return the ranks per node, or why they are not known."""
     ranks = spec.ranks
     if engine not in SEVERAL:
         return ranks
@@ -111,7 +110,6 @@ def _on_gpus(spec: RunSpec, cluster: ClusterSpec | None) -> bool:
 
 
 def _advice_on_pods(launch: Launch) -> list[Problem]:
-    """Return advice if the run folder would be lost with its pod."""
     if launch.volume and launch.run_dir.startswith("/shared/"):
         return []
     way_out = "Give --volume CLAIM, which is mounted at /shared, and --run-dir /shared/runs/NAME."

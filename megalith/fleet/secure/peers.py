@@ -72,7 +72,6 @@ class _Part(NamedTuple):
 
     @classmethod
     def of(cls, data: bytes) -> "_Part":
-        """Return `data` as a part, or an empty part if `data` is too short for a digest."""
         return cls(data, hashlib.sha256(data).digest()) if len(data) > _LENGTH.size else cls()
 
 
@@ -376,7 +375,6 @@ class Peers:
 
 
 def _rest(peer: _Peer, data: bytes) -> bytes:
-    """Return the bytes of a message to send: all of them, or those after the part that the other end already has."""
     size, digest = peer.has
     if not _LENGTH.size < size < len(data) or hashlib.sha256(data[:size]).digest() != digest:
         return data

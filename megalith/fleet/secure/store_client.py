@@ -105,7 +105,6 @@ class StoreClient:
         return found[0]
 
     def _call(self, operation: Operation, *fields: bytes) -> list[bytes] | None:
-        """Send a request and return the fields of the reply; None if the reply is NO. Raises StoreGone."""
         with self._lock:
             try:
                 self._connection.sendall(self._sealer.seal(messages.pack(operation, *fields)))

@@ -249,7 +249,6 @@ class StoreServer:
             self._selector.modify(client.connection, events)
 
     def _done(self, client: _Client, operation: Operation, fields: list[bytes]) -> bytes | None:
-        """Carry out a client's request, and return the reply; None if it is sent later."""
         match operation, fields:
             case Operation.SET, [key, value]:
                 return self._set(key, value) or messages.pack(Operation.DONE)
@@ -287,7 +286,6 @@ class StoreServer:
         return all(key in self._values for key in keys)
 
     def _set(self, key: bytes, value: bytes) -> bytes | None:
-        """Write a value. Return a reply if there is no room for it."""
         old = self._values.get(key)
         more = len(value) - len(old) if old is not None else len(key) + len(value)
         if self._stored + more > self._limits.stored:

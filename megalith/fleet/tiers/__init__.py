@@ -91,7 +91,6 @@ def newest(
 
 
 def _assemble(step: int, copies: Sequence[Copy]) -> Source | None:
-    """Return the source for one step from its copies, fastest first; None if a slot's piece is in no copy."""
     main, *others = copies
     elsewhere = []
     for slot in sorted(main.missing):

@@ -251,7 +251,6 @@ def held(node: str, *, memory: Path | None, disk: Path | None, key: Key) -> list
 
 
 def _labelled(folder: Path, key: Key) -> Iterator[tuple[Path, Buffer, Label]]:
-    """Yield the buffers of a folder that hold a copy; the caller closes them."""
     paths = list[Path]()
     with disk.if_available():  # a disk that fails holds nothing
         paths = sorted((*folder.glob("own-*"), *folder.glob("buddy-*"))) if folder.is_dir() else []

@@ -80,7 +80,6 @@ def copies_place() -> Path:
 
 
 def _name(run_dir: Path) -> str:
-    """Return the run's unique name, which is stored in the run folder and lost with it."""
     path = run_dir.resolve() / "ranks" / "name"
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"name-{secrets.token_hex(4)}")
@@ -143,7 +142,6 @@ def owner_text(run_dir: Path) -> str:
 
 
 def _is_abandoned(memory: Path) -> bool:
-    """True if no process uses these copies, and no run folder refers to them."""
     try:
         with private.opened(memory) as folder:
             descriptor = private.open_file(folder, memory / OWNER, os.O_RDONLY)

@@ -73,7 +73,6 @@ class DeepSeek(ParametrizedSpec):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        """Raises ValueError with every pair of sizes that contradict each other."""
         problems: list[str] = []
         if self.dense_layers > self.layers:
             problems.append(

@@ -47,7 +47,6 @@ class Switch(ParametrizedSpec):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        """Raises ValueError if no block would have experts."""
         if self.every > self.layers:
             raise ValueError(
                 f"every = {self.every}, but the model has only {self.layers} layers, so no block has experts: give at most {self.layers}"

@@ -104,7 +104,6 @@ class Deal:
         return Share(share.first, size)
 
     def _most(self, site: int, phase: Phase) -> int:
-        """Return the number of samples of a site in an undisturbed step of a phase."""
         return part_of_batch(phase.global_batch, site, self.count, self.shares)
 
     def _new(self, site: int, phases: Phases, total: int) -> Share:
