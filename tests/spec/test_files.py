@@ -242,7 +242,7 @@ def test_a_value_that_is_not_there_cannot_be_read(run: Path):
         ("data.weights=3", "a table is needed"),
         ("optimizer.schedule=cosin", "it must be 'cosine', 'linear', 'wsd', '1-sqrt' or 'constant'"),
         ("plan.zero=4", "it must be 0, 1, 2 or 3"),
-        ("plan.recompute=some", "it has an unknown form"),
+        ("plan.recompute=some", "the text does not have one of the known forms"),
     ],
 )
 def test_wrong_values_are_told_what_is_needed(run: Path, setting: str, reason: str):
