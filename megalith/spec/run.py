@@ -107,7 +107,7 @@ class TrainSpec(Spec):
     init_from: str | None = Field(default=None, description="checkpoint folder whose weights the run starts from")
     init_from_changes: tuple[Change, ...] = Field(
         default=(),
-        description="values of the model that may differ from the checkpoint's: any of ahead, context, layers, rope_scaling, "
+        description="values of the model that may differ from the checkpoint's: ahead, context, layers, rope_scaling, "
         "rope_theta, tokenizer, vocab",
     )
     device: Literal["auto", "cpu", "cuda"] = "auto"

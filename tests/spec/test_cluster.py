@@ -201,7 +201,7 @@ def test_figures_of_one_node_are_taken_for_several_like_it(tmp_path: Path):
             ["measured.ranks"],
             "count = 4. Measure with megalith doctor --calibrate FILE.toml --ranks 4, or set count = 8",
         ),
-        ({"count": 16, "in_turn": "true"}, ["measured.ranks"], "ranks of one machine share its processors, and count = 16"),
+        ({"count": 16, "in_turn": "true"}, ["measured.ranks"], "the measured ranks shared one machine's processors, and count = 16"),
         ({"count": 4, "device": "cpu"}, ["measured.device", "measured.ranks"], "Measure with megalith doctor --calibrate"),
         ({"ranks": 0}, ["measured.ranks"], "greater than 0"),
         ({"in_turn": '"perhaps"'}, ["measured.in_turn"], "valid boolean"),
@@ -231,7 +231,7 @@ def test_pods_are_of_whole_domains_and_an_oversubscription_is_theirs():
     cluster = load("h100:64")
     assert changed(cluster, {"pod": 32, "oversubscription": 2.0}).oversubscription == 2
     for values, words in (
-        ({"oversubscription": 2.0}, "oversubscription = 2 applies to a pod: set pod"),
+        ({"oversubscription": 2.0}, "oversubscription = 2 needs a pod size: set pod"),
         ({"pod": 12}, "pod = 12 is not a multiple of the 8 devices"),
         ({"pod": 16, "oversubscription": 0.5}, "greater than or equal to 1"),
         ({"scale_uot": 1e9}, "Did you mean 'scale_out'?"),
