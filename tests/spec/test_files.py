@@ -293,7 +293,7 @@ def test_a_stretch_that_names_no_kind_is_llama_3_s(run: Path):
 def test_sizes_that_contradict_each_other_are_told_as_the_family_tells_it(run: Path):
     (problem,) = problems(RUN, "model.preset=deepseek-v3", "model.dense_layers=99").values()
     assert (problem.key, problem.value) == ("model", None)
-    assert problem.reason.startswith("dense_layers = 99 of 61 layers")
+    assert problem.reason.startswith("dense_layers = 99, but the model has only 61 layers")
 
 
 def test_missing_keys_are_those_of_the_family(run: Path):
