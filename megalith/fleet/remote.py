@@ -224,7 +224,6 @@ class RemoteNodes:
         return [member for name, member in self._members.items() if name in names]
 
     def _holders(self, ranks: Iterable[int]) -> list[tuple[Member, list[int]]]:
-        """Return each agent that supervises some of these ranks, together with those ranks."""
         wanted = set(ranks)
         found = [(member, sorted(wanted & self._ranks_on(member.name))) for member in self._members.values()]
         return [(member, mine) for member, mine in found if mine]

@@ -329,7 +329,6 @@ class Peers:
         return None
 
     def _accept(self) -> None:
-        """Accept connections until the end of the run, because a site may connect again at any time."""
         assert self._server is not None
         places = threading.BoundedSemaphore(AT_ONCE)
         while not self._closed.is_set():
@@ -410,7 +409,6 @@ def _cut(connection: Connection) -> None:
 
 
 def _first(connection: Connection, opener: Opener) -> bytes:
-    """Return the first message of a connection that proved the key, which is one frame."""
     while True:
         data = connection.recv(READ_BYTES)
         if not data:
