@@ -52,8 +52,6 @@ class Memory:
         return replace(old, stopped=False, fruitless=0, waiting=False, leaving=(), least=fresh.least)
 
     def _fresh(self, there: tuple[str, ...]) -> State:
-        """Return a new state for the present nodes. Nodes that are quarantined in the ledger, or have too many recent faults
-        there, stay excluded."""
         fleet, known = self.fleet, node_ledger.standings(node_ledger.read_nodes(self._ledger))
         since = time.time() - fleet.lemon_hours * policy.HOUR
         faults = {node: known[node].faults_since(since) for node in there if node in known}

@@ -370,8 +370,6 @@ def _lock(run_dir: Path) -> Iterator[None]:
 
 
 def _locked_by(run_dir: Path, lock: str) -> str:
-    """Return the holder of the lock as text: from the newest claim, or from the lock file if the claim is from another
-    process."""
     text = Path(lock).read_text(encoding="utf-8", errors="replace").strip()
     process = text if text.isascii() and text.isprintable() else ""  # somebody may have damaged the file
     newest = _Claims(run_dir).newest()

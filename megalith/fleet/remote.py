@@ -163,7 +163,6 @@ class RemoteNodes:
         return found
 
     def _understand(self, member: Member, message: dict[str, Any]) -> Exit | Failure | Observation | None:
-        """Convert an agent's message to an event; None if it concerns ranks that no longer exist."""
         if "sign" not in message and message["generation"] not in (self._generation.name, ""):
             return None
         match message:

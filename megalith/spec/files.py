@@ -205,7 +205,6 @@ def telling(spec: RunSpec, origins: Mapping[str, str] = MappingProxyType({})) ->
 
 
 def _told(table: Any) -> Any:
-    """Return a site's table without the default values of its plan; return any other `table` unchanged."""
     if isinstance(table, Mapping) and isinstance(table.get("plan"), Mapping):
         return {**table, "plan": Plan.model_validate(table["plan"]).model_dump(exclude_defaults=True)}
     return table

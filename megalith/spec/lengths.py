@@ -48,7 +48,6 @@ def decay_updates(optimizer: OptimizerSpec, steps: int) -> float:
 
 
 def _until(phases: Phases, amount: Amount, steps: int) -> int:
-    """Return the number of steps that precede the last `amount` of training in a run of `steps` steps."""
     if amount.unit == "steps":
         return max(0, steps - amount.number)
     samples = phases.after(0, steps)

@@ -164,7 +164,6 @@ def during(spec: RunSpec, phase: Phase) -> RunSpec:
 
 
 def _after(phase: Phase, steps: int) -> Phase:
-    """Return the rest of a phase after its first `steps` steps."""
     samples = steps * phase.global_batch
     return replace(
         phase, first=phase.first + samples, step=phase.step + steps, tokens=phase.tokens + samples * phase.seq_len, keys=()
@@ -172,7 +171,6 @@ def _after(phase: Phase, steps: int) -> Phase:
 
 
 def _sample(begin: int | Amount, phase: Phase) -> int:
-    """Return the samples consumed at `begin`, if the phase lasts until then."""
     if isinstance(begin, int):
         return begin
     gap = begin.number - _measure(phase, begin.unit)

@@ -283,7 +283,6 @@ class Peers:
     # --- meeting ---
 
     def _keep_connected(self, site: int) -> None:
-        """Connect to a site, and connect again whenever the connection breaks or cannot be made."""
         last = None
         while not self._closed.is_set():
             if (peer := self._connect(site, self._hello(last, site))) is not None:
@@ -343,8 +342,6 @@ class Peers:
                 self._turn_away(connection)
 
     def _judge(self, plain: socket.socket, places: threading.BoundedSemaphore) -> None:
-        """Keep an incoming connection if it proves the key within PROOF_SECONDS and comes from a site with a higher number;
-        otherwise close it."""
         timer = _cut_later(plain)
         try:
             _prepare(plain)
