@@ -135,7 +135,7 @@ def test_whoever_reaches_the_agents_port_changes_nothing(commands: Commands, tmp
         one.close()
     agents[0].send_signal(signal.SIGTERM)
     assert [agent.wait(PATIENCE) for agent in agents] == [ExitCode.STOPPED] * 2, commands.said()
-    assert "connections that made room for newer ones" in commands.log.read_text()
+    assert "connections without proof of the key that were closed to make room for newer ones" in commands.log.read_text()
 
     done = commands.steps()
     commands.run_file.write_text(commands.run_file.read_text().replace(MANY, str(done)))

@@ -201,7 +201,11 @@ def test_figures_of_one_node_are_taken_for_several_like_it(tmp_path: Path):
             ["measured.ranks"],
             "count = 4. Measure with megalith doctor --calibrate FILE.toml --ranks 4, or set count = 8",
         ),
-        ({"count": 16, "in_turn": "true"}, ["measured.ranks"], "the measured ranks shared one machine's processors, and count = 16"),
+        (
+            {"count": 16, "in_turn": "true"},
+            ["measured.ranks"],
+            "the measured ranks shared one machine's processors, and count = 16",
+        ),
         ({"count": 4, "device": "cpu"}, ["measured.device", "measured.ranks"], "Measure with megalith doctor --calibrate"),
         ({"ranks": 0}, ["measured.ranks"], "greater than 0"),
         ({"in_turn": '"perhaps"'}, ["measured.in_turn"], "valid boolean"),

@@ -29,7 +29,7 @@ STRANGERS = {
     "late": "connections that did not prove in time that they know the key",
     "crowded": "connections without proof of the key that were closed to make room for newer ones",
     "left": "connections that were closed by the other end before they proved the key",
-    "dropped": "messages with a wrong MAC or counter: altered, injected or repeated ones",
+    "dropped": "messages that were altered, injected or repeated",
 }
 """Counters of the store, in which it counts refused connections and messages, with their meanings."""
 

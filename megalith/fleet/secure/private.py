@@ -107,7 +107,7 @@ def _open_folder(folder: Path, parent: int | None) -> int:
         _check_owner(folder, found)
         mode = stat.S_IMODE(found.st_mode)
         if parent is None and mode & 0o022:
-            raise NotPrivate(folder, f"others may write to it (mode {mode:04o})")
+            raise NotPrivate(folder, f"other users may write to it (mode {mode:04o})")
         if mode != 0o700:
             os.fchmod(descriptor, 0o700)
     except BaseException:
