@@ -53,7 +53,7 @@ def leads_to(path: Path, inode: int) -> bool:
 
 
 class Place:
-    """A folder that may become unavailable ("away"). It is away if it existed before and does not exist now, or if its file
+    """A folder that may become unavailable ("away"). A folder is away if it existed before and does not exist now, or if its file
     system is no longer mounted, because files must not be written to the empty mount point. `existed`: the folder existed
     before."""
 

@@ -114,7 +114,7 @@ class Controller:
 
     def _await_store(self) -> bool:
         """Wait until the checkpoints can be listed, because the run would otherwise start over. Return False if a stop is
-        requested before that. Raises OSError after `fleet.wait_limit`."""
+        requested during the wait. Raises OSError after `fleet.wait_limit`."""
         until, told = time.monotonic() + self._fleet.wait_limit, False
         while not self._requests:
             try:
@@ -161,7 +161,7 @@ class Controller:
             self._outcome = self._final(outcome)
 
     def _start(self, generation: Generation) -> bool:
-        """Start all ranks as soon as the run's storage is available. Return False if a stop is requested before that. Raises
+        """Start all ranks as soon as the run's storage is available. Return False if a stop is requested before the start. Raises
         StoresAwayError after the waiting limit, and AlteredError if a sealed file has changed."""
 
         def start() -> None:
@@ -239,8 +239,8 @@ class Controller:
             self._take(seen)
 
     def _handle(self, observation: Observation) -> None:
-        """Handle a rank's report or an observation of a node. If it ends the generation, the policy decides on it after all ranks
-        have ended."""
+        """Handle a rank's report or an observation of a node. If the observation ends the generation of ranks, the policy decides
+        on it after all ranks have ended."""
         if _is_ours(observation, self._watch):
             return
         if isinstance(observation, observations.NodesLost) and not set(observation.nodes) & set(self._state.placement):
@@ -281,7 +281,7 @@ class Controller:
 
     def _after(self, watch: Watch, outcome: Outcome) -> list[TimedObservation]:
         """Return the observations that explain why a generation ended: lost nodes, else reports of ranks, else exits of ranks.
-        Other events, such as a repaired node, precede them."""
+        Other events, such as a repaired node, precede these observations."""
         late = [TimedObservation(one, one.time, {}) for one in watch.late_observations if not _is_ours(one, watch)]
         ended_by = [*self._seen, *(one for one in late if ends(one.observation))]
         news = [one for one in late if not ends(one.observation)]

@@ -183,8 +183,8 @@ def _recoveries(events: Iterable[Event]) -> dict[int, Recovery]:
 
 
 def _of_pauses(events: Sequence[Event]) -> list[Interval]:
-    """Return the intervals in which training paused. They end at their events, which is only approximately true of the wait for a
-    save."""
+    """Return the intervals in which training paused. Each interval ends at its event; for the wait for a save, this is only an
+    approximation."""
     found = []
     for event in events:
         match event:

@@ -113,8 +113,8 @@ class Owner:
 
     @contextlib.contextmanager
     def renewing(self) -> Iterator[None]:
-        """Renew the lease while the block runs. If it cannot be renewed for too long, and `check` has not ended the ranks by
-        then, end this process and with it all ranks."""
+        """Renew the lease while the block runs. If the lease cannot be renewed for too long, and `check` has not ended the ranks
+        by then, end this process and with it all ranks."""
         if not self._claim.lease:
             yield
             return
@@ -165,7 +165,7 @@ class Owner:
         raise LeaseError(f"the lease of {self.run_dir} could not be renewed for {seconds:.0f} s{self._trouble}")
 
     def leave(self) -> None:
-        """Record that this owner and its ranks have ended. This fails silently if storage is unavailable; the next owner must
+        """Record that this owner and its ranks have ended. Nothing is recorded if storage is unavailable; the next owner must
         then wait for a whole lease."""
         with contextlib.suppress(OSError):
             self._claims.leave(self._claim)

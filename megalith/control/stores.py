@@ -31,8 +31,8 @@ class Stores:
 
     def start(self, start: Callable[[], None], *, limit: float, notify: Callable[[str], None], pause: Callable[[], bool]) -> bool:
         """Call `start` once all paths are available, and again if `start` itself finds storage unavailable. `pause` waits between
-        two attempts and returns False to give up; then this returns False. The beginning of a wait is printed, and its end is
-        passed to `notify`. Raises StoresAwayError after `limit` seconds.
+        two attempts; if it returns False, there is no further attempt, and the result is False. The beginning of a wait is
+        printed, and its end is passed to `notify`. Raises StoresAwayError after `limit` seconds.
         """
         since: float | None = None
         first = ""

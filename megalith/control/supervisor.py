@@ -50,8 +50,8 @@ def run(
 
 @contextlib.contextmanager
 def requests_to_stop() -> Iterator[list[Request]]:
-    """Yield a list to which received signals that request a stop are appended: (number, monotonic seconds). Signals are received
-    only in the main thread."""
+    """Yield a list to which (number, monotonic seconds) of each received signal that requests a stop is appended. Signals are
+    received only in the main thread."""
     received: list[Request] = []
 
     def note(number: int, frame: FrameType | None) -> None:

@@ -96,8 +96,9 @@ class Step(Event):
 
 @dataclass(frozen=True)
 class PhaseBegan(Event):
-    """A phase of the data began with step `step`, whose first sample is `samples`. It has these sizes of batch and sequence, and
-    these `weights` of the domains (empty: proportional to their tokens). `number` is the phase's number, from 0."""
+    """A phase of the data began with step `step`, whose first sample is `samples`. The event has the phase's batch and sequence
+    sizes and its `weights` of the domains (empty: proportional to the domains' tokens). `number` is the phase's number, from
+    0."""
 
     kind: ClassVar[str] = "phase"
     step: int
@@ -249,9 +250,9 @@ class Spike(Event):
 
 @dataclass(frozen=True)
 class Rewound(Event):
-    """The run restored the state after `to` steps, which undid `undone` updates, and continues after step `step`. It will not
-    read samples `first` to `last` again. `tier`: the tier of the restored copy. `seconds`: time to load that copy. `replayed`:
-    number of steps that were recomputed to find the cause. `left`: number of times that the run may still rewind."""
+    """The run restored the state after `to` steps, which undid `undone` updates, and continues after step `step`. The run will
+    not read samples `first` to `last` again. `tier`: the tier of the restored copy. `seconds`: time to load that copy.
+    `replayed`: number of steps that were recomputed to find the cause. `left`: number of times that the run may still rewind."""
 
     kind: ClassVar[str] = "rewound"
     step: int
@@ -350,7 +351,7 @@ class Validation(Event):
 
 @dataclass(frozen=True)
 class Checkpoint(Event):
-    """A checkpoint was committed. `wait_seconds`: time for which saving it paused training."""
+    """A checkpoint was committed. `wait_seconds`: time for which saving the checkpoint paused training."""
 
     kind: ClassVar[str] = "checkpoint"
     step: int

@@ -199,8 +199,8 @@ class Agent:
         self._answers.put({"generation": self._generation, **what})
 
     def _show_life(self) -> None:
-        """Write this node's heartbeat and those of its ranks to the store. This runs in a separate thread, so that a busy main
-        thread does not delay it."""
+        """Write this node's heartbeat and those of its ranks to the store. A separate thread does this, so that a busy main
+        thread does not delay heartbeats."""
         count = 0
         while not self._done.wait(min(self._seconds / BEATS, BEAT_SECONDS)):
             count += 1
@@ -213,7 +213,7 @@ class Agent:
             self._reached = time.monotonic()
 
     def _watch_contact(self) -> None:
-        """End this node's ranks if the store is not reached for too long. This runs in a separate thread, because a call to the
+        """End this node's ranks if the store is not reached for too long. A separate thread checks this, because a call to the
         store may never return."""
         while not self._done.wait(min(self._seconds / BEATS, BEAT_SECONDS)):
             if time.monotonic() - self._reached > self._seconds:

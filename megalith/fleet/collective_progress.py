@@ -18,7 +18,7 @@ def line(begun: Mapping[str, int], recorded: Sequence[str]) -> str:
 
 
 def read(log: str) -> tuple[dict[str, int], tuple[str, ...]]:
-    """Return (begun, recorded) from the last such line in a rank's log; both are empty if there is none."""
+    """Return (begun, recorded) from the last line in a rank's log that states its progress; both are empty if there is none."""
     text = log.rpartition(PREFIX)[2].partition("\n")[0] if PREFIX in log else ""
     try:
         found: dict[str, Any] = json.loads(text)

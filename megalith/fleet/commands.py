@@ -26,7 +26,7 @@ class Note:
 @dataclass(frozen=True)
 class RerunStep(Command):
     """Compute the same step again in the running processes, from their current state. `ask_another`: a replica computes the step
-    too. In a live run, ranks do this before the controller learns of it."""
+    too. In a live run, the ranks have repeated the step before the controller learns of it."""
 
     step: int
     ask_another: bool = True

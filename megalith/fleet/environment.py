@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 MEETING = "MEGALITH_MEETING"
-"""Environment variable with the address of a running run's store, "tcp://HOST:PORT". It makes an agent join that run, whatever
-its other variables are."""
+"""Environment variable with the address of a running run's store, "tcp://HOST:PORT". An agent with this variable joins that run,
+whatever its other variables are."""
 
 FIRST_PORT, PORTS = 15_000, 15_000  # below the range from which Linux hands out ports for outgoing connections
 
@@ -40,10 +40,10 @@ def find(environment: Mapping[str, str] = os.environ, *, alone: bool = False) ->
     """Return the place of this process if it was started as a rank by Megalith's supervisor, torchrun, Slurm's `srun` or a
     launcher that sets RANK.
 
-    None: the process is not a rank, so it may start ranks. This is also the result in a Slurm batch script and, unless `alone`, if the
-    launcher started only one process, which then runs on the machine instead of being a rank. `alone`: a single process is also a
-    rank, as an agent on a single machine is. Raises ValueError if the environment is incomplete, because each process would otherwise
-    train alone.
+    None: the process is not a rank, so it may start ranks. The result is also None in a Slurm batch script and, unless `alone`,
+    if the launcher started only one process, which may then start ranks itself. `alone`: a single process is also a rank, as an
+    agent on a single machine is. Raises ValueError if the environment is incomplete, because each process would otherwise train
+    alone.
     """
     if "MEGALITH_STORE" in environment:
         return _local(environment)

@@ -360,8 +360,8 @@ class Server:
 
 
 def main() -> None:
-    """Run a server. Command-line arguments: the supervisor's process id, and the descriptor of the pipe whose end shows ranks
-    that the supervisor has ended."""
+    """Run a server. Command-line arguments: the supervisor's process id, and the descriptor of a pipe that is closed when the
+    supervisor ends, which ranks watch."""
     parent, watched = int(sys.argv[1]), int(sys.argv[2])
     # Meant for the ranks; the server goes when its input ends. Blocked, not ignored: a rank inherits that, so a request to stop
     # that comes just after its fork waits until the rank has set its own handlers, instead of being lost.

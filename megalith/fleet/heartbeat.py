@@ -33,7 +33,7 @@ _USED = _LAYOUT.size + _CHECKSUM.size
 @dataclass(frozen=True)
 class Beat:
     """Newest heartbeat of a rank. `count`: number of heartbeats so far. `time`: seconds since the epoch. `step`: -1 before the
-    first step. `ready`: True after the rank has reached phase `ready`, even if its phase is now another. `compute`: seconds that
+    first step. `ready`: whether the rank has reached phase `ready`, even if it is now in another phase. `compute`: seconds that
     the rank worked in the previous step, without waiting for other ranks; 0: not known. `measured`: number of the newest step for
     which `seconds` by kind (KINDS) and `memory` (the rank's peak bytes) are known; -1: none.
     """
@@ -138,8 +138,8 @@ class Heartbeats:
 
     @classmethod
     def create(cls, path: Path, ranks: int) -> "Heartbeats":
-        """Create a file of empty slots. It replaces an older file by rename, so processes that still have the older file mapped
-        cannot write to the new one."""
+        """Create a file of empty slots. The new file replaces an older one by rename, so processes that still have the older file
+        mapped cannot write to the new one."""
         fresh = path.with_name(path.name + ".new")
         descriptor = os.open(
             fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600

@@ -57,8 +57,8 @@ class LocalNodes:
     """The nodes of this machine. One fork server starts the ranks of all generations. `names`: the nodes, spares last. `memory`:
     folder that contains the nodes' copies of the state in memory (None: one node without copies). `disk`: folder that contains
     their copies on disk (None: no copies on disk). If the run also has nodes on other machines, `meeting` is the store for the
-    rendezvous of all ranks ("megalith://HOST:PORT"), and `folder` (default: RUN_DIR/ranks) is a folder to which only this machine
-    writes. The run's key is read, or made, if copies or messages must be authenticated.
+    rendezvous of all ranks ("megalith://HOST:PORT"), and `folder` (RUN_DIR/ranks by default) is a folder to which only this
+    machine writes. The run's key is read, or made, if copies or messages must be authenticated.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class LocalNodes:
 
     @property
     def memory(self) -> Path | None:
-        """Folder of the copies in memory. It changes if another user owns the old folder."""
+        """Folder of the copies in memory, which changes if another user owns the old folder."""
         return self._memory
 
     def _make_memory(self, memory: Path, names: Sequence[str]) -> None:
@@ -309,7 +309,7 @@ class LocalNodes:
                 copies.set_aside(root, order, placement=self._assignment.placement, world=self._job.ranks, key=secret)
 
     def check(self, node: str) -> None:
-        """Check a node's health in a separate thread, because the check takes seconds. It always checks this machine."""
+        """Check a node's health in a separate thread, because the check takes seconds. Every node here is this machine."""
 
         def judge() -> None:
             there = node in self.there()

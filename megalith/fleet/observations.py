@@ -39,8 +39,8 @@ class Progressed(Observation):
 @dataclass(frozen=True, kw_only=True)
 class RankFailed(Observation):
     """A rank's process failed. `signature`: text that is equal for similar failures. `hardware`: the machine reported a fault of
-    its own. `blamed`: True if the node counts as the cause, as for fatal signals and faults reported by the machine; False for an
-    exception of the program.
+    its own. `blamed`: whether the node counts as the cause, as it does for fatal signals and faults reported by the machine, but
+    not for an exception of the program.
     """
 
     kind: ClassVar[str] = "rank_failed"
@@ -238,7 +238,7 @@ class NodeJoined(Observation):
 
 @dataclass(frozen=True, kw_only=True)
 class HealthChecked(Observation):
-    """Result of a health check of a node. `text`: the failed checks. `there`: False if the node no longer answers."""
+    """Result of a health check of a node. `text`: the failed checks. `there`: whether the node still answers."""
 
     kind: ClassVar[str] = "health_checked"
     node: str

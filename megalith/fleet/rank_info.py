@@ -16,8 +16,8 @@ AGENT = "MEGALITH_AGENT"
 class RankInfo:
     """Nodes and folders as a rank sees them. `placement`: the node of each slot; a slot consists of `world / slots` consecutive
     ranks. `memory`: folder that contains all nodes' copies of the state in shared memory (None: no copies); this rank writes only
-    into `folder`. `disk`: the same for copies on disk. `agent`: id of the process that supervises this node's ranks, if any.
-    `key`: the run's key, if any.
+    into `folder`. `disk`: folder that contains all nodes' copies on disk. `agent`: id of the process that supervises this node's
+    ranks, if any. `key`: the run's key, if any.
     """
 
     rank: int
@@ -30,7 +30,7 @@ class RankInfo:
 
     @classmethod
     def find(cls, environment: Mapping[str, str] = os.environ) -> "RankInfo":
-        """Read these data from the environment. Without a supervisor, there is one slot with one rank."""
+        """Read a rank's nodes and folders from the environment. Without a supervisor, there is one slot with one rank."""
         rank, world = int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1"))
         memory, disk = (Path(root) if (root := environment.get(name)) else None for name in (MEMORY, DISK))
         placement = tuple(environment.get(PLACEMENT, "0").split(","))

@@ -129,7 +129,8 @@ class RemoteNodes:
             self._unreadable.drop(where, error)
 
     def _turned_away(self) -> list[Observation]:
-        """Return observations of the nodes that failed their health check when they tried to join. They may try again later."""
+        """Return observations of the nodes that failed their health check when they tried to join. These nodes may try to join
+        again later."""
         found: list[Observation] = []
         while self._store.check([messages.refused_key(self._refusals + 1)]):
             self._refusals += 1

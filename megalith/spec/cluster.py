@@ -131,7 +131,7 @@ class ClusterSpec(Spec):
     scale_out: PositiveFloat | None = Field(default=None, description="bytes/s out of a device over the network, one direction")
     pod: PositiveInt | None = Field(
         default=None,
-        description="number of devices in a pod: within one, any two devices communicate at the scale_out rate; unset: all "
+        description="number of devices in a pod: within a pod, any two devices communicate at the scale_out rate; unset: all "
         "devices are in one pod",
     )
     oversubscription: float = Field(
@@ -332,8 +332,8 @@ def _measured_elsewhere(path: Path, cluster: ClusterSpec) -> list[Problem]:
         way_out = f"{CALIBRATE} on that device, or remove the table [measured] from this file."
         problems.append(_problem(f"{path}: measured.device", found.device, reason, way_out))
     if found.ranks > cluster.count or (found.in_turn and found.ranks != cluster.count):
-        shared = "the measured ranks shared one machine's processors, and " * found.in_turn
-        reason = f"{shared}count = {cluster.count}"
+        shared = ", but the measured ranks shared one machine's processors" * found.in_turn
+        reason = f"count = {cluster.count}{shared}"
         way_out = f"{CALIBRATE} --ranks {cluster.count}, or set count = {found.ranks}."
         problems.append(_problem(f"{path}: measured.ranks", found.ranks, reason, way_out))
     return problems

@@ -39,8 +39,8 @@ class Kind(NamedTuple):
         return self.moved_with(WIDE)
 
     def moved_with(self, moments: Moments) -> float:
-        """Return the bytes that an update reads and writes per parameter. It reads the gradient, and it reads and writes the
-        master weight and the moments."""
+        """Return the bytes that an update reads and writes per parameter. An update reads the gradient, and it reads and writes
+        the master weight and the moments."""
         return self.passes * (bytes_each([GRADIENT]) + 2 * bytes_each([MASTER, *moments.of(self.slots)]))
 
 

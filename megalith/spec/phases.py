@@ -19,7 +19,7 @@ RAMP, DATA = "train.batch_ramp", "data.phases"
 
 @dataclass(frozen=True)
 class Point:
-    """Changes of values. `begin`: the amount of training, or number of samples, after which they apply."""
+    """Changes of values. `begin`: the amount of training, or number of samples, after which the changes apply."""
 
     key: str
     begin: int | Amount

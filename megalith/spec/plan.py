@@ -36,7 +36,7 @@ class StateSpec(Spec):
     share: PositiveFloat = Field(
         default=1.0,
         le=1.0,
-        description="share of the optimizer's state and master weights that leaves the device; the rest stays on it",
+        description="share of the optimizer's state and master weights that leaves the device; the rest stays on the device",
     )
     folder: str = Field(default="", description="disk: folder of each rank's files; empty: the run folder")
     chunk: PositiveInt = Field(
@@ -102,7 +102,7 @@ class PartActions(dict[str, Action]):
 
 
 COMPRESSED = tuple(part for part in PARTS if part != "mamba.core")
-"""The parts whose tensors can be kept in 8 bits. `mamba.core` is not among them, because it keeps fp32 sums over the whole
+"""The parts whose tensors can be kept in 8 bits. The part `mamba.core` is left out, because it keeps fp32 sums over the whole
 sequence."""
 
 NORMS = ("attention_norm", "mamba_norm", "mlp_norm")
@@ -140,8 +140,8 @@ class RetainSpec(Spec):
 
     blocks: Place = Field(
         default="device",
-        description="device | host | disk: place of the tensors that a block keeps for backward. They are fetched during the "
-        "backward of the block after it",
+        description="device | host | disk: place of the tensors that a block keeps for backward. The tensors of a block are "
+        "fetched during the backward of the block after it",
     )
     share: PositiveFloat = Field(
         default=1.0,
@@ -207,8 +207,8 @@ class Plan(Spec):
     )
     ulysses: PositiveInt = Field(
         default=1,
-        description="size of groups of context ranks in which, during attention, each rank has some heads of the group's "
-        "whole sequence part (Ulysses); 1: none",
+        description="size of the groups of context ranks that exchange tokens for heads in attention (Ulysses): each rank "
+        "then has some heads of all tokens of its group; 1: no exchange",
     )
     expert: PositiveInt = Field(
         default=1, description="number of ranks that divide the experts; these are also data, context and tensor ranks"
@@ -236,7 +236,7 @@ class Plan(Spec):
     post_validation: bool = Field(
         default=False,
         description=f"update before the global gradient norm is known, and check the norm after the next step's first "
-        f"forwards. An update that should have been clipped or skipped is undone. Until the check, a rank keeps "
+        f"forwards. An update that should have been clipped or skipped is undone. Until the norm is checked, a rank keeps "
         f"gradients and, with AdamW, copies of {UNDO_BYTES:g} bytes per parameter of its share",
     )
     state: StateSpec = StateSpec()

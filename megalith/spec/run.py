@@ -367,9 +367,9 @@ class LaunchSpec(Spec):
     start_timeout: PositiveFloat = Field(default=120.0, description="seconds within which all ranks must connect at start-up")
     timeout: PositiveFloat = Field(
         default=600.0,
-        description="seconds that a collective, or a phase without a known duration, may take. A value above 600 also "
-        "increases in proportion those of launch.start_timeout, fleet.node_timeout, fleet.hang_floor and "
-        "fleet.wait_limit that are not set",
+        description="seconds that a collective, or a phase without a known duration, may take. A timeout above 600 also "
+        "increases, in proportion, the defaults of launch.start_timeout, fleet.node_timeout, fleet.hang_floor and "
+        "fleet.wait_limit",
     )
     threads: NonNegativeInt = Field(
         default=0, description="compute threads of each rank; 0: this machine's cores divided by its ranks"
@@ -380,8 +380,8 @@ FOLLOWING: dict[type[Spec], tuple[str, ...]] = {
     LaunchSpec: ("start_timeout",),
     FleetSpec: ("node_timeout", "hang_floor", "wait_limit"),
 }
-"""Limits that scale with `launch.timeout` unless they are set: a doubled timeout doubles their defaults. A smaller timeout does
-not shrink them, because the longest normal silence on a busy machine stays the same."""
+"""Limits that scale with `launch.timeout` unless they are set: a doubled timeout doubles their defaults. A timeout below its
+default does not shrink these limits, because the longest normal silence on a busy machine stays the same."""
 
 
 class RunSpec(Spec):

@@ -23,7 +23,8 @@ class Slot(NamedTuple):
     number: str = "fp32"
     """The tensor's number format, a row of `spec.numbers`."""
     shape: Shape = "like"
-    """`like`: the parameter's shape. `row`: without its last dimension. `column`: without the dimension before the last one."""
+    """`like` is the parameter's shape, `row` the shape without the last dimension, `column` the shape without the dimension
+    before the last one."""
     category: Category = "optimizer"
     zero: int = 1
     """The lowest ZeRO stage under which data ranks shard the tensor (Rajbhandari et al. 2019, arXiv:1910.02054)."""
@@ -80,14 +81,14 @@ LOWER: Mapping[str, Slot] = {
     "split16": Slot("lower", number="int16", category="weights", lasting=False),
     "split8": Slot("lower", number="int8", category="weights", lasting=False),
 }
-"""Lower bits of split master weights, whose upper bits are the compute weight (`kernels.halves`). Checkpoints contain both
-joined, as fp32 master weights."""
+"""Lower bits of split master weights, whose upper bits are the compute weight (`kernels.halves`). Checkpoints contain upper and
+lower bits joined, as fp32 master weights."""
 UPPER = Slot("upper", number="bf16", category="weights", lasting=False)
 """A rank's shard of the upper bits of split master weights, if compute weights are gathered from shards."""
 PIECES: Mapping[str, int] = {"cpu": 1 << 18, "cuda": 1 << 24}
 """Approximate number of elements that an element-wise update expands from 8 or 16 bits to fp32 at a time, by kind of device. On a
-CPU, the elements fit the cache; on a GPU, a kernel on them takes longer than its launch. The number does not affect the
-result."""
+CPU, the elements fit the cache; on a GPU, a kernel on them takes longer than its launch. This number of elements does not affect
+the result."""
 GRADIENT = Slot("gradients", category="gradients", zero=2, lasting=False)
 """Gradients summed over microbatches, from the first backward of a step to its update."""
 

@@ -165,8 +165,8 @@ def true_matrices(parameter: Parameter, *, split_heads: bool) -> tuple[Runs, ...
 
 
 class Rows(NamedTuple):
-    """Rows of one head in a weight, or elements of one head in a bias. Each of `runs` is a number of rows and an exponent p:
-    QK-clip multiplies the rows by f^p, where f is the head's factor."""
+    """Rows of one head in a weight, or elements of one head in a bias. Each of `runs` is a number of rows and an exponent p;
+    QK-clip multiplies these rows by f^p, where f is the head's factor."""
 
     runs: tuple[tuple[int, float], ...]
 

@@ -261,7 +261,6 @@ def _known(spec: type[Spec], path: tuple[str, ...] = ()) -> Iterator[tuple[str, 
 
 
 def _meaning(fault: _Fault) -> Meaning | None:
-    """Return an unknown key's meaning in other trainers, if this run has a corresponding key."""
     *above, word = map(str, fault.path)
     in_model = above[:1] == ["model"]
     found = meaning(word, table=above[0] if above else "")

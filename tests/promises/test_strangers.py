@@ -170,7 +170,7 @@ def test_a_folder_that_others_may_write_to_is_named_and_no_state_is_taken_from_i
 
     again = commands.type("train")
     assert again.wait(PATIENCE) == ExitCode.FINISHED, commands.said()
-    assert f"{memory}: others may write to it" in commands.log.read_text()
+    assert f"{memory}: other users may write to it" in commands.log.read_text()
     train(load(commands.run_file).spec, tmp_path / "unhurt")
     assert_same_bits(final_state(tmp_path / "unhurt"), final_state(commands.folder))
     assert memory.is_dir(), "it is somebody else's to remove"

@@ -81,8 +81,8 @@ def hang(state: State, observation: observations.Hang, fleet: FleetSpec) -> Deci
 
 
 def nonfinite(state: State, observation: observations.Nonfinite, fleet: FleetSpec) -> Decision:
-    """Respond to a gradient that is not finite: repeat the step. If it is not finite again, the numerics are the cause if another
-    replica computes the same, else the rank's node."""
+    """Respond to a gradient that is not finite: repeat the step. If the gradient is not finite again, the cause is the numerics
+    if another replica gets the same result, else the rank's node."""
     runs = state.reruns.get(observation.step, 0)
     what = f"a gradient of {observation.name} is not finite in step {observation.step + 1} (rank {observation.rank} on {observation.node})"
     if runs == 0:

@@ -63,7 +63,7 @@ def ordered_out(state: State, observation: observations.Ordered, fleet: FleetSpe
     state = replace(state, leaving=(*state.leaving, observation.node))
     if state.waiting:  # no ranks run that could save
         return restart(state, [], observation, fleet, reason=reason)
-    return Decision((SaveState(fleet.wait_limit),), state, f"{reason}: it is excluded once the state is saved")
+    return Decision((SaveState(fleet.wait_limit),), state, f"{reason}: the node is excluded once the state is saved")
 
 
 def node_joined(state: State, observation: observations.NodeJoined, fleet: FleetSpec) -> Decision:
@@ -76,8 +76,8 @@ def node_joined(state: State, observation: observations.NodeJoined, fleet: Fleet
 
 
 def health_checked(state: State, observation: observations.HealthChecked, fleet: FleetSpec) -> Decision:
-    """Respond to a node's health check. A node that failed it is excluded, and checked again later. The record of a node that
-    passed is cleared."""
+    """Respond to a node's health check. A node that failed its check is excluded, and checked again later. The record of a node
+    that passed is cleared."""
     slot = state.slot(observation.node)
     why = f" ({observation.text})" if observation.text else ""
     if not observation.passed and slot is not None:

@@ -33,8 +33,8 @@ def _sparing_checkpoints(decision: Decision, copies: tuple[Copy, ...], observati
     report = (
         f"{decision.reason}: none of the run's checkpoints (step {', '.join(map(str, steps))}) can be restored. Starting over "
         f"would eventually "
-        "delete them. Replace one by an intact copy, and start the same command again, which tries all checkpoints; or move "
-        "their folder away to start over."
+        "delete them. Replace a checkpoint by an intact copy of it, and start the same command again, which tries all "
+        "checkpoints; or move the folder of checkpoints away to start over."
     )
     code = ExitCode.LOST if isinstance(observation, observations.CopyAway) else ExitCode.FAILED
     commands = [command for command in decision.commands if command not in starts]
@@ -50,8 +50,8 @@ def _with_trusted_copies(state: State) -> State:
 
 
 def _started(state: State, observation: observations.Started, fleet: FleetSpec) -> Decision:
-    """Start or resume the run. Nodes that an earlier controller excluded are checked first, and the run waits if it needs
-    them."""
+    """Start or resume the run. Nodes that an earlier controller excluded are checked first, and the run waits if it needs these
+    nodes."""
     checks: list[Order] = [CheckHealth(node) for node in state.quarantined]
     if state.vacant and checks:
         empty = ", ".join(map(str, state.vacant))

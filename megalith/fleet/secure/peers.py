@@ -241,8 +241,6 @@ class Peers:
         self._lose(peer)
 
     def _deliver(self, peer: _Peer, came: bytearray) -> None:
-        """Move complete messages from the received bytes to the queue that `next` reads. Raises TooLong if a length field is too
-        large."""
         while len(came) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(came)
             part = self._parts.get(peer.site, _Part())
@@ -382,7 +380,8 @@ def _rest(peer: _Peer, data: bytes) -> bytes:
 
 
 def _prepare(connection: socket.socket) -> None:
-    """Set the TCP options that detect a dead link. Without them, a site that was cut off would seem to be connected for hours."""
+    """Set the TCP options that detect a dead link. Without these options, a site that was cut off would seem to be connected for
+    hours."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     limits = {"KEEPIDLE": CUT_SECONDS // 2, "KEEPINTVL": CUT_SECONDS // 4, "KEEPCNT": 2, "USER_TIMEOUT": 1000 * CUT_SECONDS}
@@ -392,8 +391,8 @@ def _prepare(connection: socket.socket) -> None:
 
 
 def _cut_later(connection: socket.socket) -> threading.Timer:
-    """Start a timer that closes a connection after PROOF_SECONDS, unless it is cancelled. It limits the whole proof, as a
-    socket's timeout would limit only each read."""
+    """Start a timer that closes a connection after PROOF_SECONDS, unless the timer is cancelled. The timer limits the whole
+    proof; a socket's timeout would limit only each read."""
     timer = threading.Timer(PROOF_SECONDS, _cut, (connection,))
     timer.daemon = True
     timer.start()

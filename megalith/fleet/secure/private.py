@@ -35,8 +35,8 @@ def make(folder: Path) -> None:
 @contextlib.contextmanager
 def opened(folder: Path) -> Iterator[int]:
     """Yield a descriptor of a private folder. Raises NotPrivate, and FileNotFoundError if the folder does not exist. If other
-    users may only read the folder, their access is removed. If they may write to it, it is not private, because its content may
-    come from them.
+    users may only read the folder, their access is removed. If other users may write to the folder, it is not private, because
+    its content may come from them.
     """
     descriptor = _open_folder(folder, None)
     try:
@@ -47,7 +47,8 @@ def opened(folder: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def opened_below(folder: Path, *, create: bool = False) -> Iterator[int]:
-    """Yield a descriptor of a folder inside the private folder `root`. Both are checked, and both are made if `create`."""
+    """Yield a descriptor of a folder inside the private folder `root`. Both folders are checked, and both are made if
+    `create`."""
     if create:
         make(folder.parent)
     with opened(folder.parent) as root:

@@ -48,8 +48,8 @@ class Sealer:
 
 
 class Opener:
-    """Decodes frames to messages, for one direction of a connection. `dropped` counts frames with a wrong MAC or a counter "
-    "that is not the next one."""
+    """Decodes frames to messages, for one direction of a connection. `dropped` counts frames with a wrong MAC or a counter that
+    is not the next one."""
 
     def __init__(self, key: Key, purpose: str, session: bytes) -> None:
         self._key, self._purpose, self._session = key, purpose, session

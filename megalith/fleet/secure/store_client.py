@@ -26,8 +26,8 @@ class WrongKey(RuntimeError):  # noqa: N818  # it says what was found
 
 
 class StoreClient:
-    """A connection to the store. Threads may share it, because a call that waits for keys is interrupted every WAIT_SECONDS for
-    other calls."""
+    """A connection to the store. Threads may share a client, because a call that waits for keys is interrupted every WAIT_SECONDS
+    for other calls."""
 
     def __init__(self, address: str, key: Key, *, seconds: float) -> None:
         """Connect to "SCHEME://HOST:PORT" within `seconds`, which is also the time limit of later calls. Raises StoreGone if no
@@ -128,8 +128,8 @@ class StoreClient:
 
 
 def _connect(host: str, port: int, key: Key, address: str, *, seconds: float) -> tuple[socket.socket, Sealer, Opener]:
-    """Return an authenticated connection. If it breaks before that, retry, because connections of strangers may fill the
-    store."""
+    """Return an authenticated connection. If the connection breaks before that, retry, because connections of strangers may fill
+    the store."""
     end = time.monotonic() + seconds
     while True:
         left = max(0.1, end - time.monotonic())
@@ -158,7 +158,7 @@ def _prove(connection: socket.socket, key: Key, address: str) -> tuple[Sealer, O
     ends = handshake.finish(first + _exactly(connection, REPLY_BYTES - 1)) if first != REFUSED else None
     if ends is None:
         raise WrongKey(
-            f"the store at {address} and this process have different keys. Set the same key for both, in one of these: "
+            f"the store at {address} and this process have different keys. Set the same key for both, by one of "
             f"MEGALITH_KEY, the file that "
             "MEGALITH_KEY_FILE names, or ranks/key in the same run folder"
         )

@@ -33,8 +33,8 @@ ACCEPTS = 64  # connections taken in one turn: those that are proved are served 
 @dataclass(frozen=True)
 class Limits:
     """Limits of the store. `unproved`: number of connections that have not proved the key, each for at most `seconds`. `clients`:
-    number of connections that have. `stored`: bytes of keys and values. `waiting`: bytes of replies that a client has not read
-    yet."""
+    number of connections that have proved it. `stored`: bytes of keys and values. `waiting`: bytes of replies that a client has
+    not read yet."""
 
     unproved: int = 128
     seconds: float = 5.0

@@ -1,9 +1,9 @@
 """Copies of the ranks' state as files in a node's memory or on its disk: the format of a file, and a search for complete copies
 in folders. A file is one rank's buffer: a header, a layout (the place of each tensor, as JSON), and a payload. A writer clears
 the header, fills the payload, and writes the header last, so a partial copy of a process that died has no header. The digest is
-the sum of the payload's 64-bit words, modulo 2^64, which changes if any one bit flips. It does not detect swapped words, which
-memory errors do not cause. The digest is only for accidents: a private folder (`secure.private`), and a MAC over the header with
-the run's key, protect copies from other users.
+the sum of the payload's 64-bit words, modulo 2^64, which changes if any one bit flips. The digest does not detect swapped words,
+which memory errors do not cause. The digest is only for accidents: a private folder (`secure.private`), and a MAC over the header
+with the run's key, protect copies from other users.
 """
 
 import json
@@ -155,8 +155,8 @@ class Buffer:
             return cls(path, mmap.mmap(file.fileno(), 0), key, inode=os.fstat(file.fileno()).st_ino)
 
     def is_removed(self) -> bool:
-        """True if this file was removed from its folder or replaced. It then stays mapped in this process, but other processes
-        cannot find it."""
+        """True if this file was removed from its folder or replaced. A removed file stays mapped in this process, but other
+        processes cannot find it."""
         return not disk.leads_to(self.path, self._inode)
 
     @property
@@ -171,7 +171,8 @@ class Buffer:
 
     @property
     def marks(self) -> int:
-        """The marks that protect the copy from being overwritten until another copy is pinned: VERIFIED, GOOD, both or 0."""
+        """The marks that protect the copy from being overwritten until another copy is pinned; these are VERIFIED, GOOD, both or
+        0."""
         return self.memory[_PINNED]
 
     @property
@@ -209,8 +210,8 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Piece:
-    """One rank's part of a copy. `intact`: in memory, True if the piece has the right digest; on a disk, True if its file has the
-    right length, because the rank that loads it checks the digest."""
+    """One rank's part of a copy. `intact`: whether the piece in memory has the right digest, or its file on disk the right
+    length, because the rank that loads it checks the digest."""
 
     tier: Tier
     rank: int
@@ -294,8 +295,8 @@ def survey(
 
 
 def in_place(found: Iterable[Piece], slot: int, *, world: int, slots: int, distance: int | None = None) -> list[Piece]:
-    """Return those pieces on a node which ranks read while the node has `slot`. Others may remain from a slot that the node had
-    before."""
+    """Return those pieces on a node which ranks read while the node has `slot`. Other pieces may remain from a slot that the node
+    had before."""
     own = ranks_of(slot, world=world, slots=slots)
     kept = range(world) if distance is None else ranks_of((slot - distance) % slots, world=world, slots=slots)
     return [piece for piece in found if piece.rank in (kept if piece.tier is Tier.BUDDY else own)]

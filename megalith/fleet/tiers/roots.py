@@ -21,8 +21,8 @@ OWNER = "owner"  # the file that says which run has copies in a folder of shared
 
 
 def memory_root(run_dir: Path, identity: str) -> Path:
-    """Return the folder for a run's copies in memory, which depends on the run and `identity` only. If the run folder is removed
-    and made again, that is another run. If another user owns the folder, another name is used and reported."""
+    """Return the folder for a run's copies in memory, which depends on the run and `identity` only. A run folder that was removed
+    and made again belongs to another run. If another user owns the folder, another name is used and reported."""
     return _root(copies_place(), run_dir, identity)
 
 

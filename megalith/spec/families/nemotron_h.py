@@ -33,7 +33,7 @@ class NemotronH(ParametrizedSpec):
     layers: PositiveInt
     pattern: str = Field(
         pattern=r"^[M*E-]+$",
-        description="one letter for each layer (M: Mamba-2, *: attention, E: experts, -: an MLP); the pattern is repeated to "
+        description="one letter for each layer (M for Mamba-2, * for attention, E for experts, - for an MLP); the pattern is repeated to "
         "fill all layers",
     )
     dim: PositiveInt

@@ -20,7 +20,7 @@ class OwnPartsSpec(ParametrizedSpec):
 
 
 def replaced(blocks: Iterable[BlockSpec], sizes: OwnPartsSpec) -> Iterator[BlockSpec]:
-    """Yield the blocks with the user's own parts that `sizes` names. Blocks that are one object before are one object after."""
+    """Yield the blocks with the user's own parts that `sizes` names. Blocks that are the same object stay the same object."""
     known: dict[int, tuple[BlockSpec, BlockSpec]] = {}
     for block in blocks:
         if id(block) not in known:

@@ -3,8 +3,8 @@ holds for a large one. No torch.
 
 `mup` is the maximal update parametrization (Yang et al. 2022, "Tensor Programs V", arXiv:2203.03466, table 8); `completep` also
 scales the two halves of each block with the depth (Dey et al. 2025, arXiv:2505.01618, table 1, alpha = 1). A model of the base
-sizes is the same under both as under `standard`. Let m be the width divided by the base width, and l the depth divided by the
-base depth:
+sizes is the same under `mup`, `completep` and `standard`. Let m be the width divided by the base width, and l the depth divided
+by the base depth:
 
     first weights of hidden matrices    standard deviation x m^-1/2
     logits                              x 1/m
@@ -44,8 +44,8 @@ class ParametrizedSpec(Spec):
     )
     base_head_dim: PositiveInt | None = Field(
         default=None,
-        description="mup, completep: the head_dim at which attention scores have the scale of `standard`; none: that scale is "
-        "kept at any head_dim",
+        description="mup, completep: the head_dim at which attention scores have the scale of `standard`; none: they have it "
+        "at any head_dim",
     )
 
     def scaling(self, dim: int, layers: int) -> Growth:

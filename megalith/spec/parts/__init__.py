@@ -82,7 +82,7 @@ class ModelPart(NamedTuple):
 
 
 class _Rows(dict[str, ModelPart]):
-    """Declarations by name. One is present once `admit` has imported it."""
+    """Declarations by name. A declaration is present once `admit` has imported it."""
 
     def __missing__(self, name: str) -> NoReturn:
         raise AbsentError(

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 
 class Due(NamedTuple):
-    """An unmerged weight difference that a site sent after `sent` steps; `samples` is the number of samples trained since its
-    last one."""
+    """An unmerged weight difference that a site sent after `sent` steps; `samples` is the number of samples that the site trained
+    on since its previous difference."""
 
     sent: int
     samples: int

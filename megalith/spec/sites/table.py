@@ -98,7 +98,9 @@ class SitesSpec(Spec):
         default=True, description="add what rounding or top_k removes from a weight difference to the next difference"
     )
     feedback_decay: PositiveFloat = Field(
-        default=1.0, le=1.0, description="factor of what error_feedback adds to the next difference"
+        default=1.0,
+        le=1.0,
+        description="factor by which the removed part is multiplied before error_feedback adds it to the next difference",
     )
     staleness: NonNegativeInt = Field(
         default=0,
