@@ -1,4 +1,5 @@
-"""Handling of disks that are full and stores that are unavailable: a run must not fail because it cannot write its logs."""
+"""Functions for files on disks that may be full and file servers that may be unavailable, because a run must not fail if it
+cannot write its logs."""
 
 import contextlib
 import errno
@@ -26,10 +27,11 @@ UNAVAILABLE = frozenset(
         errno.EHOSTDOWN,
     }
 )
-"""Errors of storage: a full disk or quota, a failing file system, or a file server that does not answer."""
+"""Error numbers of storage: a full disk or quota, a failing file system, or a file server that does not answer."""
 
 AWAY = UNAVAILABLE | {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM}
-"""Errors that mean a path is away, if it was used before: it may come back, so "missing" or "forbidden" does not mean a wrong name."""
+"""Error numbers that may be temporary for a path that was used before: "not found" or "permission denied" then does not mean that
+the path is wrong."""
 
 
 def is_unavailable(error: BaseException) -> bool:
@@ -38,12 +40,12 @@ def is_unavailable(error: BaseException) -> bool:
 
 
 def is_away(error: BaseException) -> bool:
-    """True if the error means that a path which was used before is perhaps only temporarily unavailable."""
+    """True if an error on a path that was used before may mean that the path is only temporarily unavailable."""
     return isinstance(error, OSError) and error.errno in AWAY
 
 
 def leads_to(path: Path, inode: int) -> bool:
-    """True if a path still leads to the file with this inode, or if that cannot be determined."""
+    """True if `path` is still the file with this inode, or if this cannot be determined."""
     try:
         return path.stat().st_ino == inode
     except OSError as error:
@@ -51,8 +53,9 @@ def leads_to(path: Path, inode: int) -> bool:
 
 
 class Place:
-    """A folder that may become unavailable ("away"). It is away if it existed and is gone, or if its file system is no longer mounted:
-    nothing must be written to the bare mount point. `existed`: the folder is known to have existed before."""
+    """A folder that may become unavailable ("away"). A folder is away if it existed before and does not exist now, or if its file
+    system is no longer mounted, because files must not be written to the empty mount point. `existed`: the folder existed
+    before."""
 
     def __init__(self, folder: Path, *, existed: bool = False) -> None:
         self.folder = folder.resolve()
@@ -73,13 +76,13 @@ class Place:
         return ""
 
     def make(self, folder: Path) -> None:
-        """Make a folder in this one. If this one never existed, it is made too. Raises OSError."""
+        """Make a folder inside this folder, which is also made if it never existed before. Raises OSError."""
         folder.mkdir(parents=not self._seen, exist_ok=True)
 
 
 def make_within(root: Path, folder: Path) -> None:
-    """Make a folder and its missing parents below `root`. Raises FileNotFoundError if `root` is missing: it may be unavailable, and a new
-    folder in its place would hide it."""
+    """Make a folder and its missing parents below `root`. Raises FileNotFoundError if `root` does not exist, because `root` may
+    be temporarily unavailable, and a new folder would hide it."""
     for part in reversed(folder.relative_to(root).parents[:-1]):
         with contextlib.suppress(FileExistsError):
             (root / part).mkdir()
@@ -87,7 +90,7 @@ def make_within(root: Path, folder: Path) -> None:
 
 
 def bare_mount(path: Path, *, table: Path = Path("/etc/fstab")) -> Path | None:
-    """Return the unmounted mount point that a path lies under, if `table` lists one; else None."""
+    """Return the mount point in `table` that contains a path and is not mounted now; None if there is none."""
     try:
         fields = [line.split() for line in table.read_text(encoding="utf-8", errors="replace").splitlines()]
     except OSError:
@@ -98,8 +101,8 @@ def bare_mount(path: Path, *, table: Path = Path("/etc/fstab")) -> Path | None:
 
 
 def make_folder(folder: Path, *, asked: Path | None = None) -> None:
-    """Make a folder and its parents if they are missing. Raises OSError that names the folder the user asked for, with the way out.
-    `asked`: the folder to name in the error (default: `folder`).
+    """Make a folder and its parents if they are missing. Raises OSError with the name of the folder that the user asked for, and
+    with what to do. `asked`: the folder to name in the error (default: `folder`).
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -109,17 +112,17 @@ def make_folder(folder: Path, *, asked: Path | None = None) -> None:
 
 
 def check_mounted(path: Path) -> None:
-    """Raise OSError if a path lies at or under an unmounted mount point. Files written there would be hidden once the file system is
-    mounted, and the run would not find its earlier checkpoints."""
+    """Raise OSError if a path lies at or under an unmounted mount point. Once the file system is mounted, it would hide files
+    written to the path, and the run would not find its earlier checkpoints."""
     if (mount := bare_mount(path)) is not None:
-        why = f"nothing is mounted here, where /etc/fstab expects a file system, and {path} would lie under it"
+        why = f"no file system is mounted here, although /etc/fstab lists one, and {path} would be inside it"
         advice = f"{why}: mount it, or choose another folder"
         raise OSError(errno.ENODEV, advice, str(mount))
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file atomically: neither readers nor other writers ever see a partial file. An empty folder of this name is replaced.
-    Raises IsADirectoryError for a folder that is not empty."""
+    """Write a file atomically: neither readers nor other writers ever see a partial file. If `path` is an empty folder, it is
+    replaced. Raises IsADirectoryError if `path` is a folder that is not empty."""
     part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         part.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -132,21 +135,22 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def remove_empty_folder(path: Path) -> None:
-    """Remove an empty folder in the place of a file that is to be written; everything else stays."""
+    """Remove `path` if it is an empty folder, so that a file can be written there."""
     if path.is_dir():
         with contextlib.suppress(OSError):
             path.rmdir()
 
 
 def appending(path: Path) -> io.FileIO:
-    """Open a file for appending. An empty folder of this name is replaced."""
+    """Open a file for appending. If `path` is an empty folder, it is replaced."""
     remove_empty_folder(path)
     return path.open("ab", buffering=0)
 
 
 def append(descriptor: int, line: bytes) -> None:
-    """Append a line to a file that is open for reading and appending. If an earlier writer died within a line, the torn part becomes a
-    separate line, which readers skip. If the line cannot be written in full, the written part is removed and OSError is raised."""
+    """Append a line to a file that is open for reading and appending. If an earlier writer died within a line, its incomplete
+    line is ended, and readers skip it. If `line` cannot be written completely, the written part is removed and OSError is
+    raised."""
     size = os.fstat(descriptor).st_size
     whole = b"\n" * (size > 0 and os.pread(descriptor, 1, size - 1) != b"\n") + line
     written = os.write(descriptor, whole)
@@ -157,11 +161,11 @@ def append(descriptor: int, line: bytes) -> None:
 
 
 class Journal:
-    """Appends lines to a file whose disk may be full or unavailable, or which may be deleted. Lines that cannot be written wait in memory;
-    beyond `most` lines the oldest is lost. No method raises an OSError.
+    """Appends lines to a file whose disk may be full or unavailable, or which may be deleted. Lines that cannot be written wait
+    in memory, where only the newest `most` lines are kept. No method raises an OSError.
 
-    `renewed` gives the first lines for a file that was deleted, replaced or truncated since the last write. Its argument is True
-    if this journal made the new file. `existed`: the file's folder is known to have existed.
+    `renewed` returns the first lines for a new file after the old one was deleted, replaced or truncated. Its argument is True if
+    this journal made the new file. `existed`: the file's folder existed before.
     """
 
     def __init__(
@@ -176,12 +180,11 @@ class Journal:
         self._flush()
 
     def write(self, line: bytes) -> None:
-        """Append a line, which must end in a line break. If it cannot be written now, it is written before later lines."""
+        """Append a line, which must end in a line break. A line that cannot be written now is written before later lines."""
         self._waiting.append(line)
         self._flush()
 
     def _flush(self) -> None:
-        """Write as many of the waiting lines as possible."""
         waited = len(self._waiting)
         try:
             file = self._open()
@@ -199,10 +202,9 @@ class Journal:
         if self._stopped is not None:
             seconds, self._stopped = time.monotonic() - self._stopped, None
             words = f"{self._path} can be written again after {seconds:.0f} s"
-            print(f"{words}: {waited} line{'s' * (waited != 1)} had waited", file=sys.stderr, flush=True)
+            print(f"{words}, with {waited} line{'s' * (waited != 1)} that had waited", file=sys.stderr, flush=True)
 
     def _open(self) -> int:
-        """Return the file; open it if it is not open yet, or if another file is now at its path."""
         if self._file is not None and not self._is_replaced(self._file):
             return self._file
         if why := self._place.away():
@@ -222,8 +224,7 @@ class Journal:
         return file
 
     def _is_replaced(self, file: int) -> bool:
-        """True if the open file was deleted, replaced or truncated. False while its folder is away, because this cannot be determined
-        then."""
+        """True if the open file was deleted, replaced or truncated; False while its folder is away."""
         mine = os.fstat(file)
         try:
             there = self._path.stat()
@@ -248,7 +249,8 @@ class Journal:
 
 
 def lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a text file with their line breaks; an incomplete last line has none. Yield nothing if the file does not exist."""
+    """Yield the lines of a text file with their line breaks; an incomplete last line has none. If the file does not exist, there
+    are no lines."""
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
@@ -256,7 +258,7 @@ def lines(path: Path) -> Iterator[str]:
 
 
 def parse(line: str) -> dict[str, Any] | None:
-    """Return the JSON object in a complete line; None for an incomplete line or other content."""
+    """Return the JSON object in a line; None if the line is incomplete or has other content."""
     if not line.endswith("\n"):
         return None
     try:
@@ -268,8 +270,8 @@ def parse(line: str) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def if_available(path: Path | None = None) -> Iterator[None]:
-    """Leave the block, without an exception, on an OSError of a path that is away. `path` is then reported as unavailable: once, and again
-    if it was available in between. Raises any other OSError."""
+    """End the block without an exception on an OSError that may mean that a path is temporarily unavailable. `path` is then
+    reported as unavailable, but not again until it was available. Raises any other OSError."""
     try:
         yield
         _UNAVAILABLE.discard(path)
@@ -285,15 +287,15 @@ _UNAVAILABLE: set[Path | None] = set()
 
 
 class Output(io.FileIO):
-    """A process's output to a pipe that may be closed, or to a disk that may be full or unavailable: the output is lost, but the process
-    continues. `lost` counts the lost bytes; `why` is the first reason."""
+    """Output of a process to a pipe that may be closed, or to a disk that may be full or unavailable. Output that cannot be
+    written is dropped, and the process continues. `lost`: number of dropped bytes. `why`: the first reason."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "wb", closefd=False)
         self.lost, self.why = 0, ""
 
     def write(self, data: object) -> int:
-        """Write bytes; return the number that were written or lost."""
+        """Write bytes; return the number of bytes that were written or dropped."""
         size = memoryview(data).nbytes  # type: ignore[arg-type]
         try:
             return super().write(data) or 0  # type: ignore[arg-type]

@@ -143,7 +143,7 @@ def test_a_log_that_is_gone_begins_anew_with_one_note_and_the_newest_start(how: 
     found = list(read(tmp_path))
     notes = [event.message for event in of_kind(found, Problem)]
     assert [note.partition(" the run:")[0] for note in notes] == (
-        ["second"] if how == "replaced" else [f"{FILE} was removed, or emptied, during", "second"]
+        ["second"] if how == "replaced" else [f"{FILE} was removed or emptied during", "second"]
     )
     assert [event.resumed_step for event in of_kind(found, RunStarted)] == [7]
     assert [event.step for event in of_kind(found, Step)] == [8]

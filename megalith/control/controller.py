@@ -1,8 +1,8 @@
-"""Keeps a run going through faults: observations -> policy -> commands, over generations of ranks. On one machine: `megalith train`.
+"""Continues a run through faults, by restarting its ranks. `megalith train` runs it on one machine.
 
-Only `policy.decide` decides; this module observes, and carries out its commands. Ranks are never repaired while they run: all are
-killed, and started again from the newest complete copy of the state. If a controller is killed, the next one can take over: copies are
-files, and `ranks/fleet.json` holds its own state.
+The controller collects observations, passes each to `policy.decide`, and carries out the commands that it returns. After a fault, all
+ranks are killed, and started again from the newest complete copy of the state. If a controller is killed, another one can continue,
+because copies of the state are files, and `ranks/fleet.json` has the controller's own state.
 """
 
 import secrets
@@ -54,8 +54,8 @@ class _Open:
 
 
 class Controller:
-    """One run, from the first start of its ranks to its end. `store` lists the checkpoints that all nodes can read, `notify` gets
-    messages for the user, `epoch` is that of the run folder's owner."""
+    """Controls one run, from the first start of its ranks to the run's end. `store` lists the checkpoints that all nodes can
+    read. `notify` receives messages for the user. `epoch`: the epoch of the run folder's owner."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Controller:
     # The loop
 
     def run(self) -> Outcome:
-        """Run until the last step, a request to stop, or a fault that needs a person."""
+        """Control the run until its last step, a request to stop, or a fault that a person must repair."""
         try:
             if self._await_store():
                 self._take(TimedObservation(observations.Started(time=time.time()), time.time(), {}))
@@ -113,8 +113,8 @@ class Controller:
             self._log.close()
 
     def _await_store(self) -> bool:
-        """Wait until the checkpoints can be listed: without them, the run would start over. False if a stop is requested meanwhile.
-        Raises OSError if this takes longer than the run would wait for a node."""
+        """Wait until the checkpoints can be listed, because the run would otherwise start over. Return False if a stop is
+        requested during the wait. Raises OSError after `fleet.wait_limit`."""
         until, told = time.monotonic() + self._fleet.wait_limit, False
         while not self._requests:
             try:
@@ -130,7 +130,6 @@ class Controller:
         return False
 
     def _generation(self, order: Start) -> None:
-        """Start all ranks, watch them until they end, and handle the outcome."""
         self._next, self._done, self._end_now = None, -1, False
         self._shrunk = isinstance(order, commands.Shrink)
         self._placement = order.nodes[: self._state.least] if isinstance(order, commands.Shrink) else order.placement
@@ -162,8 +161,8 @@ class Controller:
             self._outcome = self._final(outcome)
 
     def _start(self, generation: Generation) -> bool:
-        """Start all ranks, once the run's storage is available and the rendezvous file can be written. Return False if a stop is
-        requested meanwhile. Raises StoresAwayError if this takes too long, and AlteredError for a sealed file that has changed."""
+        """Start all ranks as soon as the run's storage is available. Return False if a stop is requested before the start. Raises
+        StoresAwayError after the waiting limit, and AlteredError if a sealed file has changed."""
 
         def start() -> None:
             sealed.check(self._job.sealed)
@@ -179,14 +178,12 @@ class Controller:
         return self._stores.start(start, limit=self._fleet.wait_limit, notify=notify, pause=pause)
 
     def _pause(self, seconds: float) -> None:
-        """Wait before a start, unless a stop is requested."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self._requests:
             self._turn()
             time.sleep(IDLE_SECONDS)
 
     def _idle(self) -> None:
-        """Wait for a node, while no ranks run."""
         if self._requests:
             self._outcome = without_ranks(ExitCode.TERMINATED)
             return
@@ -201,7 +198,6 @@ class Controller:
             self._outcome = without_ranks(self._stop_code, report=self._report)
 
     def _turn(self) -> None:
-        """Do the periodic work of every loop."""
         self._tick()
         for order in self._orders.take() if self._done >= 0 or self._state.waiting else ():  # ranks that start cannot save yet
             self._take_now_or_later(TimedObservation(order, order.time, {}))
@@ -211,7 +207,6 @@ class Controller:
             self._nodes.check(node)
 
     def _final(self, outcome: Outcome) -> Outcome:
-        """Return the outcome of the run: its ranks' own, or the policy's if that stopped the run."""
         if self._stop_code is None or self._requests:
             return outcome
         return replace(outcome, code=self._stop_code, report=self._report)
@@ -220,7 +215,6 @@ class Controller:
 
     @property
     def _now(self) -> Job:
-        """The job of the current generation: the run's own, or its fallback."""
         return self._job.now(shrunk=self._shrunk)
 
     @property
@@ -228,7 +222,6 @@ class Controller:
         return max(self._begun, 0)
 
     def _observe(self, heard: list[Observation], beats: list[Beat]) -> bool:
-        """Handle one turn of a generation's loop; return whether the generation must end."""
         for observation in heard:
             self._handle(observation)
         self._progress(beats)
@@ -238,7 +231,6 @@ class Controller:
         return self._end_now
 
     def _take_now_or_later(self, seen: TimedObservation) -> None:
-        """Handle an observation. A restart is decided once the ranks have ended, because until then they may overwrite copies."""
         decision = policy.decide(self._state, seen.observation, fleet=self._fleet)
         if any(isinstance(command, Start | commands.Wait) for command in decision.commands):
             self._seen.append(seen)
@@ -247,7 +239,8 @@ class Controller:
             self._take(seen)
 
     def _handle(self, observation: Observation) -> None:
-        """Handle a rank's report, or an observation of a node. Those that end the generation are decided once all ranks have ended."""
+        """Handle a rank's report or an observation of a node. If the observation ends the generation of ranks, the policy decides
+        on it after all ranks have ended."""
         if _is_ours(observation, self._watch):
             return
         if isinstance(observation, observations.NodesLost) and not set(observation.nodes) & set(self._state.placement):
@@ -276,7 +269,8 @@ class Controller:
             ).state
 
     def _close_incidents(self, step: int, *, in_place: bool = False) -> None:
-        """Close incidents once all ranks have begun a step, or, without a restart, are past the incident's step."""
+        """Close incidents: after a restart, once all ranks have begun a step; without a restart (`in_place`), once all ranks have
+        finished the incident's step."""
         for one in [one for one in self._open if one.in_place == in_place and (not in_place or step > one.step)]:
             self._open.remove(one)
             restored = None if in_place else str(self._state.restored)
@@ -286,8 +280,8 @@ class Controller:
     # After a generation
 
     def _after(self, watch: Watch, outcome: Outcome) -> list[TimedObservation]:
-        """Return the observations that explain a generation's end: lost nodes before reports of ranks, and these before exits. Events
-        that explain nothing, such as a repaired node, come first."""
+        """Return the observations that explain why a generation ended: lost nodes, else reports of ranks, else exits of ranks.
+        Other events, such as a repaired node, precede these observations."""
         late = [TimedObservation(one, one.time, {}) for one in watch.late_observations if not _is_ours(one, watch)]
         ended_by = [*self._seen, *(one for one in late if ends(one.observation))]
         news = [one for one in late if not ends(one.observation)]
@@ -312,7 +306,6 @@ class Controller:
         return [*news, self._ended(outcome).failed(outcome.first_cause)]
 
     def _after_order(self, outcome: Outcome) -> list[TimedObservation]:
-        """Handle an orderly end of all ranks: at the last step, or after a request to save and stop."""
         if outcome.code == ExitCode.STOPPED or (outcome.code == ExitCode.TERMINATED and self._state.leaving):
             return [TimedObservation(observations.Saved(time=time.time(), step=self._step), time.time(), {})]
         return []
@@ -323,7 +316,6 @@ class Controller:
     # Deciding and obeying
 
     def _take(self, seen: TimedObservation) -> None:
-        """Ask the policy for its decision on an observation, log the decision, and carry it out."""
         if seen.observation.step == 0:  # its observer does not know the step
             seen = replace(seen, observation=replace(seen.observation, step=self._step))
         if self._end_now or not isinstance(seen.observation, observations.Straggler):  # a tolerated one needs no survey of copies
@@ -348,24 +340,28 @@ class Controller:
         return (*self._nodes.survey(self._state.placement), *self._checkpoints())
 
     def _checkpoints(self) -> tuple[Copy, ...]:
-        """List the checkpoints in the shared store. An unreadable or suddenly empty store is treated as temporarily unavailable: the
-        last listing stays valid. Raises the store's OSError if no listing ever succeeded."""
+        """List the checkpoints in the shared store. If the store is unreadable or suddenly empty, the last listing is returned,
+        because the store may only be unavailable. Raises OSError if the store could never be listed."""
         try:
             self._listed = self._store() or self._listed or ()
         except OSError as error:
             if self._listed is None:
                 raise
-            self._log.write(Problem("warning", f"checkpoints cannot be listed, so the last known list is used: {error}"))
+            self._log.write(
+                Problem("warning", f"checkpoints cannot be listed, so the previous list of checkpoints is used: {error}")
+            )
         return self._listed
 
     def _log_plan(self, order: Start) -> None:
-        """If the plan changes, report which one the ranks follow from now on."""
         if isinstance(order, commands.Shrink) and not self._shrunk:
             nodes = ", ".join(order.nodes[: self._state.least])
-            words = f"continues from {order.source} under fleet.fallback, on {nodes}: results are not bitwise those of the run's own plan"
+            words = (
+                f"the run continues from {order.source} under fleet.fallback, on {nodes}: results are not bitwise equal to "
+                f"those of its own plan"
+            )
             self._log.write(Problem("warning", words))
         elif isinstance(order, commands.Grow):
-            self._log.write(Problem("warning", f"continues from {order.source} under the run's own plan again"))
+            self._log.write(Problem("warning", f"the run continues from {order.source} under its own plan again"))
 
     def _log_decision(self, seen: TimedObservation, decision: Decision) -> None:
         self._incidents += 1
@@ -407,13 +403,15 @@ class Controller:
             case commands.SkipTier(because=because):
                 self._log.write(Problem("warning", because))
             case commands.ReadElsewhere(shard=shard, path=path):
-                self._log.write(Problem("warning", f"shard {shard} is damaged, and read from {path}: copy it back"))
+                self._log.write(
+                    Problem("warning", f"data shard {shard} is damaged, and is read from {path}: copy the shard back from there")
+                )
             case commands.RerunStep():
                 pass  # the ranks run it again by themselves
 
 
 def _is_ours(seen: Observation, watch: Watch | None) -> bool:
-    """True if a rank reports a signal that this controller itself sent to stop it."""
+    """True if a rank reports the signal by which this controller stopped it."""
     return isinstance(seen, observations.Preempted) and seen.rank is not None and watch is not None and watch.stopping
 
 
@@ -427,9 +425,9 @@ def run_here(
     notify: Callable[[str], None] = print_line,
     owner: Owner | None = None,
 ) -> Outcome:
-    """Run a job on this machine, and recover from faults. `identity` distinguishes this run's copies of the state from another run's.
-    Signals and `owner` are handled as described at `supervisor.run`, which passes on the exceptions of this function. Copies are kept
-    unless the run ended normally: then its state is in a checkpoint.
+    """Run a job on this machine, and recover from faults. `identity` distinguishes this run's copies of the state from another
+    run's. Signals, `owner` and exceptions are those of `supervisor.run`. Copies are deleted if the run ended normally, because
+    its state is then in a checkpoint.
     """
     job.check()
     with owned(job.run_dir, owner) as own, supervisor.requests_to_stop() as requests:

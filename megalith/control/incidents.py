@@ -1,5 +1,5 @@
-"""The file of an incident: a record, for a person, of all observations when ranks failed. The terminal shows the report's first
-lines."""
+"""Writes an incident's file: a record for a person of everything that is known about a failure of ranks. The terminal shows only
+the most important lines."""
 
 from dataclasses import replace
 from datetime import datetime
@@ -14,9 +14,9 @@ FOLDER = "incidents"
 
 
 def write(outcome: Outcome, run_dir: Path, *, number: int | None = None, epoch: int = 0) -> Outcome:
-    """Write a failure's record to a file, and return the outcome with the file's name. Without a failure, or if storage is unavailable,
-    return it unchanged. `number`: the incident's number in the event log; None: the next free one. `epoch`: that of the run folder's
-    owner."""
+    """Write the record of a run's failure to a file, and return the outcome with the file's name. If there was no failure, or
+    storage is unavailable, return the outcome unchanged. `number`: the incident's number in the event log; None: the next free
+    number. `epoch`: the epoch of the run folder's owner."""
     if outcome.first_cause is None:
         return outcome
     folder = run_dir / epochs.name(FOLDER, epoch)
@@ -40,7 +40,6 @@ def _text(outcome: Outcome, cause: Failure, number: int) -> str:
 
 
 def _told(failure: Failure) -> str:
-    """Return a failure as text with its whole traceback, if its file still exists."""
     written = causes.read_error(failure.log.with_name(f"rank-{failure.rank}.error.json"))
     evidence = written.traceback if written is not None and failure.error == written.line else failure.traceback
     lines = [f"{failure.name} {failure.reason}", *([failure.error] if failure.error else []), f"output: {failure.log}"]
@@ -48,7 +47,7 @@ def _told(failure: Failure) -> str:
 
 
 def count(run_dir: Path) -> int:
-    """Return the number of incidents in the run's log, which numbers them in sequence; 0 if the log cannot be read."""
+    """Return the number of incidents in the run's event log; 0 if the log cannot be read."""
     with disk.if_available(run_dir / events.FILE):
         return len(events.of_kind(events.read(run_dir), events.Incident))
     return 0

@@ -1,6 +1,6 @@
-"""Account of a run's time, and of the cost of each incident. The account is computed from events alone, without a clock. Every moment
-between a run's first and last event has exactly one cause, so the times of all causes add up to the wall time. Names follow Google's
-ml-goodput library, except that detection and recovery are separate.
+"""Accounts of a run's time, and of the cost of each incident, computed from the event log alone. Every moment between the first
+and the last event is assigned to exactly one cause, so the seconds of all causes add up to the wall time. Names follow Google's
+ml-goodput library, but detection and recovery are separate causes.
 """
 
 from bisect import bisect_left, bisect_right
@@ -31,7 +31,7 @@ from megalith.fleet.observations import Straggler
 
 
 class Cause(StrEnum):
-    """The use of a moment of the run. If two causes claim a moment, the later one in this list counts."""
+    """What a run did at a moment. If several causes apply to a moment, it is assigned to the one that comes last in this list."""
 
     OTHER = "other"
     USEFUL = "useful"
@@ -48,15 +48,15 @@ class Cause(StrEnum):
 
 MEANING: dict[Cause, str] = {
     Cause.USEFUL: "steps that count",
-    Cause.STRAGGLING: "time of steps beyond their median while a rank was known to be slow",
+    Cause.STRAGGLING: "time by which steps exceeded the median step time while a rank was known to be slow",
     Cause.DATA: "waiting for data",
-    Cause.VALIDATION: "validation, and comparisons of low-precision with high-precision products",
+    Cause.VALIDATION: "validation, and comparisons of gradients from low-precision and high-precision products",
     Cause.CHECKPOINT: "training waited for a save",
-    Cause.START: "from a start to its first step",
+    Cause.START: "from a start of the ranks to their first step",
     Cause.LOST: "repeated steps, steps undone by a rewind, steps without an update, and the step in which a fault occurred",
-    Cause.AWAY: "no process ran: stopped, or waiting for the scheduler",
-    Cause.RECOVERY: "from a decision to the first step after it",
-    Cause.DETECTION: "from a fault to the decision about it",
+    Cause.AWAY: "no process ran, because the run was stopped or waited for the scheduler",
+    Cause.RECOVERY: "from the decision on a fault to the beginning of the first step after it",
+    Cause.DETECTION: "from a fault to the decision on it",
     Cause.OTHER: "none of these",
 }
 
@@ -72,7 +72,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Goodput:
-    """Seconds by cause, which add up to `wall`. `share`: useful time divided by all time, except the time when no process ran."""
+    """Seconds of each cause, which add up to `wall`. `share`: useful time divided by the time in which a process ran."""
 
     seconds: dict[Cause, float]
     steps: int
@@ -86,7 +86,7 @@ class Goodput:
 
     @property
     def share(self) -> float | None:
-        """The share of useful time, 0 to 1; None before any time has passed."""
+        """Useful time divided by the time in which a process ran; None if no time has passed."""
         there = self.wall - self.seconds.get(Cause.AWAY, 0.0)
         return self.seconds.get(Cause.USEFUL, 0.0) / there if there > 0 else None
 
@@ -97,14 +97,14 @@ class Goodput:
         return {"goodput": self.share, "wall_seconds": self.wall, "seconds": seconds, **counts}
 
     def rows(self) -> list[tuple[str, float, float, str]]:
-        """Return (cause, seconds, share of the wall time, meaning) for each cause that took time, largest first."""
+        """Return (cause, seconds, share of the wall time, meaning) of each cause with more than 0 seconds, the largest first."""
         wall = self.wall or 1.0
         used = sorted(((cause, value) for cause, value in self.seconds.items() if value > 0), key=lambda row: -row[1])
         return [(cause.value, value, value / wall, MEANING[cause]) for cause, value in used]
 
 
 def goodput(events: Iterable[Event]) -> Goodput:
-    """Return the account of a run, from its events in the order in which they were written."""
+    """Return the time account of a run. `events`: the run's events in the order in which they were written."""
     whole = list(events)
     steps, lost = _steps(whole)
     intervals = [*_of_steps(steps, lost, whole), *_of_pauses(whole), *_of_incidents(whole, steps + lost), *_of_starts(whole)]
@@ -121,7 +121,8 @@ _RANK = {cause: rank for rank, cause in enumerate(Cause)}
 
 
 def partition(intervals: Iterable[Interval], start: float, end: float) -> list[Interval]:
-    """Cut overlapping intervals so that each moment of [start, end] has one cause: the last in `Cause` of those that claim it."""
+    """Cut overlapping intervals so that each moment of [start, end] has one cause: the last one in `Cause` of the intervals that
+    contain it."""
     edges: list[tuple[float, int, int]] = []
     for interval in intervals:
         low, high = max(interval.start, start), min(interval.end, end)
@@ -142,8 +143,8 @@ def partition(intervals: Iterable[Interval], start: float, end: float) -> list[I
 
 
 def _steps(events: Sequence[Event]) -> tuple[list[Step], list[Step]]:
-    """Return the steps that count, and the steps whose result was discarded: a start goes back to `resumed_step`, and a rewind to a
-    copy."""
+    """Return the steps that count, and the steps whose results were discarded, because the run later started from `resumed_step`
+    or rewound to a copy."""
     counted: dict[int, Step] = {}
     lost: list[Step] = []
     for event in events:
@@ -172,20 +173,18 @@ def _of_steps(steps: Sequence[Step], lost: Sequence[Step], events: Sequence[Even
 
 
 def _slow_times(events: Sequence[Event]) -> list[tuple[float, float]]:
-    """Return the intervals in which a straggler was tolerated: from its first slow step to the end of the incident."""
     ends = _recoveries(events)
     stragglers = [one for one in of_kind(events, Incident) if one.cause == Straggler.kind]
     return [(one.began, ends[one.incident].time if one.incident in ends else one.time) for one in stragglers]
 
 
 def _recoveries(events: Iterable[Event]) -> dict[int, Recovery]:
-    """Return each recovery by the number of its incident."""
     return {recovery.incident: recovery for recovery in of_kind(events, Recovery)}
 
 
 def _of_pauses(events: Sequence[Event]) -> list[Interval]:
-    """Return the intervals in which training paused. A validation or a comparison ends at its event. The wait for a save is placed
-    directly before its event, which is accurate enough."""
+    """Return the intervals in which training paused. Each interval ends at its event; for the wait for a save, this is only an
+    approximation."""
     found = []
     for event in events:
         match event:
@@ -199,8 +198,8 @@ def _of_pauses(events: Sequence[Event]) -> list[Interval]:
 
 
 def _of_incidents(events: Sequence[Event], steps: Sequence[Step]) -> list[Interval]:
-    """Return the intervals of detection, and of recovery up to the beginning of the next step. The work of the interrupted step counts
-    as lost. An incident ends only once the next step is observed, but that step's time does not count as recovery."""
+    """Return the intervals of detection and of recovery, and the lost time of interrupted steps. Recovery ends at the beginning
+    of the first step after a restart, although the incident's event of recovery is logged later."""
     ends = sorted(step.time for step in steps)
     begins = sorted(step.time - step.seconds for step in steps)
     starts = sorted(start.time for start in of_kind(events, RunStarted))
@@ -225,8 +224,7 @@ def _of_incidents(events: Sequence[Event], steps: Sequence[Step]) -> list[Interv
 
 
 def _of_starts(events: Sequence[Event]) -> list[Interval]:
-    """Return the intervals from each start to its first step. Before a start that follows no incident, no process ran since the last
-    event."""
+    """Return the intervals from each start to its first step, and those between an end of the run and its next start."""
     found: list[Interval] = []
     start: RunStarted | None = None  # the newest, until its first step
     away: float | None = None  # since when no process has run
@@ -252,8 +250,8 @@ def _of_starts(events: Sequence[Event]) -> list[Interval]:
 
 @dataclass(frozen=True)
 class PostMortem:
-    """One incident from its beginning to its end. Times are in seconds since the epoch, and costs in seconds. `over` None: the incident
-    is not over."""
+    """Summary of one incident. Times are in seconds since the epoch, durations in seconds. `over`: time of the incident's end;
+    None: it has not ended."""
 
     incident: int
     cause: str
@@ -277,7 +275,7 @@ class PostMortem:
 
     @property
     def recovery(self) -> float | None:
-        """Seconds from the decision until the ranks continued."""
+        """Seconds from the decision until the ranks continued; None if they have not."""
         return None if self.over is None else max(0.0, self.over - self.decided)
 
     def as_json(self) -> dict[str, Any]:
@@ -285,9 +283,9 @@ class PostMortem:
         return asdict(self) | {"detection_seconds": self.detection, "recovery_seconds": self.recovery}
 
     def text(self) -> str:
-        """The incident as text for a person: the event, the blamed node, the response, and the cost."""
+        """The incident as text for a person: its cause, the blamed node, the response, and the costs."""
         whom = self.node and (f"{self.node}, rank {self.rank}" if self.rank is not None else self.node)
-        cost = f"{self.detection:.2f} s until it was detected, " + (
+        cost = f"{self.detection:.2f} s until the fault was detected, " + (
             "not over"
             if self.recovery is None
             else f"{self.recovery:.2f} s until the ranks resumed, {self.lost_steps} step{'s' * (self.lost_steps != 1)} repeated"
@@ -298,7 +296,7 @@ class PostMortem:
             f"  what     {self.reason}",
             f"  blamed   {whom or 'nobody'}",
             f"  ordered  {orders}",
-            f"  restored {self.restored or 'nothing: resumed in place'}",
+            f"  restored {self.restored or 'nothing: the ranks continued in place'}",
             f"  cost     {cost}",
             "  timeline",
             *(f"    {_clock(time)}  {words}" for time, words in self.timeline),
@@ -308,7 +306,7 @@ class PostMortem:
 
 
 def post_mortems(events: Iterable[Event]) -> list[PostMortem]:
-    """Return every incident of a run, oldest first. An incident that began during another one is in both timelines."""
+    """Return every incident of a run, oldest first. The timeline of an incident includes others that began during it."""
     whole = list(events)
     ends = _recoveries(whole)
     found = []

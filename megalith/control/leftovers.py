@@ -1,4 +1,5 @@
-"""Leftovers of runs outside their run folders: copies of the state in this machine's shared memory, and on its disks."""
+"""Finds and removes copies of the state that runs left outside their run folders, in this machine's shared memory and on its
+disks."""
 
 import contextlib
 import fcntl
@@ -20,9 +21,9 @@ State = Literal["in use", "ended", "abandoned"]
 
 @dataclass(frozen=True)
 class Leftover:
-    """One folder of copies. `run`: the run folder that these copies belong to. `state`: "in use" while a process of the run lives;
-    "abandoned" if no command can resume from the copies, because the run folder is gone or holds another run. `step`: the newest step
-    of which any rank has a copy; None if not known."""
+    """One folder of copies. `run`: the run folder to which the copies belong. `state`: "in use" while a process of the run
+    exists; "abandoned" if no command can resume from the copies, because the run folder is gone or has another run. `step`: the
+    newest step of which the folder has any copy; None: not known."""
 
     path: Path
     where: Literal["memory", "disk"]
@@ -33,7 +34,7 @@ class Leftover:
 
 
 def find(*, run_dir: Path | None = None, disks: Iterable[Path] = ()) -> list[Leftover]:
-    """Return the folders of copies of this user's runs, or of one run, in shared memory and on `disks`, sorted by name."""
+    """Return the folders of copies of this user's runs (or of one run) in shared memory and on `disks`, sorted by name."""
     wanted = None if run_dir is None else run_dir.resolve()
     in_memory = _in(roots.copies_place(), "memory")
     runs = {one.run for one in in_memory} | ({wanted} if wanted else set())
@@ -43,7 +44,7 @@ def find(*, run_dir: Path | None = None, disks: Iterable[Path] = ()) -> list[Lef
 
 
 def clear(one: Leftover) -> bool:
-    """Remove a folder of copies, and return True if it was removed. A folder that a process has begun to use is kept."""
+    """Remove a folder of copies, and return True if it was removed. A folder that a process uses is kept."""
     with _claimed(one.path) as owner:
         if owner is not None:
             shutil.rmtree(one.path, ignore_errors=True)
@@ -58,7 +59,6 @@ def _in(place: Path, where: Literal["memory", "disk"]) -> list[Leftover]:
 
 
 def _look(path: Path, where: Literal["memory", "disk"]) -> Leftover | None:
-    """Describe the contents of a folder; None if it does not hold this user's copies."""
     try:
         with _opened(path) as file:
             owner = json.load(file)
@@ -81,7 +81,8 @@ def _opened(path: Path) -> Iterator[IO[str]]:
 
 @contextlib.contextmanager
 def _claimed(path: Path) -> Iterator[IO[str] | None]:
-    """Lock a folder of copies; yield None if a process of its run has locked it. Raises OSError if it is not a folder of copies."""
+    """Lock a folder of copies while the block runs; yield None if a process of its run holds the lock. Raises OSError if it is
+    not a folder of copies."""
     with _opened(path) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -108,7 +109,6 @@ def _newest(path: Path, run: Path) -> int | None:
 
 
 def _disk_of(run: Path) -> Path | None:
-    """Return the disk folder of a run's copies, which its run folder names."""
     try:
         return Path(json.loads((run / SPEC_FILE).read_text(encoding="utf-8"))["fleet"]["disk"])
     except (OSError, ValueError, KeyError, TypeError):

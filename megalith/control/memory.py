@@ -1,4 +1,4 @@
-"""State that outlives a controller: the policy's state in the run folder, and the ledger of nodes."""
+"""State that remains after a controller's end: the recovery policy's state in the run folder, and the ledger of nodes."""
 
 import json
 import time
@@ -17,8 +17,8 @@ FILE = "fleet.json"
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of one run's controllers. Its files are `ranks/fleet.json` and a ledger: the one that `fleet.ledger` names, or the
-    run's own."""
+    """Reads and writes the state of one run's controllers: the file `ranks/fleet.json`, and the ledger of nodes (`fleet.ledger`,
+    by default in the run folder)."""
 
     job: Job
     fleet: FleetSpec
@@ -35,12 +35,11 @@ class Memory:
 
     @cached_property
     def _place(self) -> disk.Place:
-        """Location of the ledger, determined at the first access."""
         return disk.Place(self._ledger.parent)
 
     def recall(self, there: tuple[str, ...]) -> State:
-        """Return the state that a killed controller left, if `there` are exactly its nodes; else return a fresh state. Raises OSError
-        if the ledger's folder cannot be made."""
+        """Return the state of a killed controller if its nodes are exactly `there`; else return a new state. Raises OSError if
+        the ledger's folder cannot be made."""
         disk.make_folder(self._place.folder)
         fresh = self._fresh(there)
         try:
@@ -53,8 +52,6 @@ class Memory:
         return replace(old, stopped=False, fruitless=0, waiting=False, leaving=(), least=fresh.least)
 
     def _fresh(self, there: tuple[str, ...]) -> State:
-        """Return a new state for the present nodes, from the ledger. A quarantined node, or one with too many recent faults, is not
-        used yet."""
         fleet, known = self.fleet, node_ledger.standings(node_ledger.read_nodes(self._ledger))
         since = time.time() - fleet.lemon_hours * policy.HOUR
         faults = {node: known[node].faults_since(since) for node in there if node in known}
@@ -66,7 +63,7 @@ class Memory:
         return State(placement=placement, spares=fit[fleet.nodes :], faults=faults, quarantined=out, least=least)
 
     def note(self, before: State, after: State, *, at: float, reason: str) -> None:
-        """Write a decision's changes to the ledger of nodes; skip this while its folder is unavailable."""
+        """Append what a decision has changed to the ledger of nodes; do nothing if the ledger's folder is unavailable."""
         if self._place.away():
             return
         run = str(self.job.run_dir.resolve())
@@ -74,6 +71,6 @@ class Memory:
             node_ledger.note(self._ledger, record)
 
     def keep(self, state: State) -> None:
-        """Write a state for the next controller. Copies are left out, because that controller will list them again."""
+        """Write the policy's state for a later controller, without the list of copies, which that controller makes again."""
         with disk.if_available(self._file):
             disk.write_whole(self._file, json.dumps(policy.dump(replace(state, copies=()))))

@@ -25,8 +25,8 @@ class NodeRecord:
 
 @dataclass(frozen=True)
 class Standing:
-    """Status of a node. `quarantined`: when it was excluded; None: it may be used. `faults`: (time, detail) of each since it last
-    passed a check, oldest first."""
+    """Status of a node. `quarantined`: time at which it was excluded; None: it may be used. `faults`: (time, detail) of each
+    fault since the node last passed a check, oldest first."""
 
     node: str
     faults: tuple[tuple[float, str], ...] = ()
@@ -39,15 +39,15 @@ class Standing:
 
 
 def note(path: Path, record: NodeRecord) -> None:
-    """Append records to a ledger of nodes. It outlives runs, and several runs may write to it, each record in one write. Its folder
-    must exist. No record is written if the disk is full or unavailable."""
+    """Append records to a ledger of nodes. Several runs may append to one ledger, because each record is one write. The ledger's
+    folder must exist. If the disk is full or unavailable, the record is dropped."""
     line = json.dumps(asdict(record), separators=(",", ":")) + "\n"
     with disk.if_available(path), path.open("a+b", buffering=0) as file:
         disk.append(file.fileno(), line.encode())
 
 
 def read_nodes(path: Path) -> list[NodeRecord]:
-    """Return the records of a ledger of nodes, oldest first; empty if there is no ledger. Incomplete lines are left out."""
+    """Return the records of a ledger of nodes, oldest first; empty if the file does not exist. Incomplete lines are skipped."""
     return [NodeRecord(**record) for record in map(disk.parse, disk.lines(path)) if record is not None]
 
 
@@ -71,7 +71,8 @@ def standings(records: Iterable[NodeRecord]) -> dict[str, Standing]:
 
 
 def node_changes(before: State, after: State, *, time: float, reason: str, run: str) -> list[NodeRecord]:
-    """Return the records to append at a change from `before` to `after`: `standings` of the ledger then equals the state."""
+    """Return the records to append when the policy's state changes from `before` to `after`, so that `standings` of the ledger
+    equals the new state."""
     found = []
     for node, times in after.faults.items():
         if times and times[-1:] != before.faults.get(node, ())[-1:]:

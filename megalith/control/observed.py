@@ -1,4 +1,5 @@
-"""A controller's records: observations with evidence, whether an observation ends the generation, and the reason for that end."""
+"""Observations with their time and evidence, the rule whether an observation ends a generation of ranks, and the evidence about a
+generation's end."""
 
 import time
 from collections.abc import Sequence
@@ -19,22 +20,23 @@ NO_INCIDENT = (
     observations.Waited, observations.SaveWorks, observations.Ordered,
 )  # fmt: skip
 ALWAYS_TOLD = (observations.Straggler, observations.Nonfinite, observations.SaveFailed, observations.NodesLost)
-"""Kinds of observations that are logged as incidents even if no command follows."""
+"""Kinds of observations that are logged as incidents even if the policy answers them with no command."""
 
 CHECKS, HELD_UP = (observations.Started, observations.HealthChecked), (commands.Wait, commands.CheckHealth)
-"""Kinds of observations that cause a warning if they delay the run or a node, and the commands that cause such a delay."""
+"""Kinds of observations of which the user is warned if the answer is one of the listed commands, which delay the run or a
+node."""
 
 _ENDING = (
     observations.NodesLost, observations.Nonfinite, observations.StateCorrupt, observations.CopyCorrupt, observations.CopyAway,
     observations.GradientWrong, observations.DataDamaged,
     observations.NotThisRun, observations.StoreAway,
 )  # fmt: skip
-"""Kinds of observations that end a generation, on the condition in `ends`."""
+"""Kinds of observations that can end a generation (see `ends`)."""
 
 
 @dataclass(frozen=True)
 class TimedObservation:
-    """An observation, the time at which its cause began (seconds since the epoch), and further evidence."""
+    """An observation, the time (seconds since the epoch) at which its cause began, and further evidence."""
 
     observation: Observation
     began: float
@@ -42,8 +44,8 @@ class TimedObservation:
 
 
 def ends(observation: Observation) -> bool:
-    """True if this observation ends the generation. It does not if the ranks can recover themselves: by repeating the step, or by
-    reading the shard elsewhere."""
+    """True if this observation ends the generation. It does not end the generation if the ranks recover by themselves, by
+    repeating the step or by reading another copy of a shard."""
     if isinstance(observation, observations.DataDamaged):
         return observation.other_copy is None
     if isinstance(observation, observations.Nonfinite):
@@ -53,8 +55,8 @@ def ends(observation: Observation) -> bool:
 
 @dataclass(frozen=True)
 class GenerationEnd:
-    """The end of a generation. `beats`: each rank's last heartbeat; `placement`: the node of each slot; `step`: the latest step that
-    any generation began."""
+    """Evidence about a generation that has ended. `beats`: each rank's last heartbeat. `placement`: the node of each slot.
+    `step`: the latest step that any generation began."""
 
     outcome: Outcome
     beats: Sequence[Beat]
@@ -87,7 +89,7 @@ class GenerationEnd:
         )
 
     def evidence(self) -> dict[str, Any]:
-        """Return the further evidence: the first cause, and each rank's exit status and phase."""
+        """Return the evidence for an incident: the first cause, and each rank's exit status and phase."""
         cause, found = self.outcome.first_cause, {}
         if cause is not None:
             found = {"first_cause": f"{cause.name} {cause.reason}", "traceback": cause.traceback}
@@ -96,7 +98,8 @@ class GenerationEnd:
         return found | {"exits": exits, "phases": phases}
 
     def _step_of(self, rank: int | None) -> int:
-        """The step that a rank (None: the furthest rank) had begun in this generation. An earlier generation may have finished it."""
+        """The step that a rank (None: the rank that was furthest) had begun in this generation, even if an earlier generation
+        finished that step."""
         steps = [beat.step for number, beat in enumerate(self.beats) if rank in (None, number)]
         begun = max(steps, default=-1)
         return begun if begun >= 0 else self.step

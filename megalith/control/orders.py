@@ -1,5 +1,5 @@
-"""A person's orders to a run in progress: files in its folder, which the controller collects and its policy decides on. Anyone who can
-write to the run folder can give orders. An order reaches ranks only as a command of the policy: to save, or to stop.
+"""A person's orders to a run in progress: files in its folder, which the controller collects and on which its policy decides.
+Anyone who can write to the run folder can give orders.
 """
 
 import contextlib
@@ -23,7 +23,9 @@ def write(run_dir: Path, what: str, node: str = "") -> Path:
     if what not in KNOWN:
         raise ValueError(f"{what!r} is not an order. Use {', '.join(KNOWN[:-1])} or {KNOWN[-1]}.")
     if (what == "quarantine") != bool(node):
-        raise ValueError(f"order {what!r} with node {node!r}: quarantine needs a node, and no other order takes one")
+        raise ValueError(
+            f"order {what!r} with node {node!r}: the order quarantine needs a node, and other orders must not have one"
+        )
     folder = run_dir / FOLDER
     folder.mkdir(exist_ok=True)
     path = folder / f"{time.time_ns()}-{secrets.token_hex(4)}.json"
@@ -32,14 +34,15 @@ def write(run_dir: Path, what: str, node: str = "") -> Path:
 
 
 class Orders:
-    """Reader of the orders that a run's controller has not collected yet."""
+    """Reads new orders for a run's controller."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / FOLDER
         self._next = 0.0
 
     def take(self) -> list[Ordered]:
-        """Return new orders, each once, oldest first, and remove old or invalid files. Never raises OSError."""
+        """Return the new orders, oldest first, and remove their files and those of old or invalid orders. Never raises
+        OSError."""
         if time.monotonic() < self._next:
             return []
         self._next = time.monotonic() + LOOK_SECONDS

@@ -10,21 +10,22 @@ from megalith.fleet.exit_codes import ORDERLY, ExitCode
 from megalith.fleet.report import Reported
 
 MAX_LINES = 8
-"""Maximum lines of a message. The command adds the run folder and the report, so a failure takes ten lines of the terminal."""
+"""Maximum number of lines of a message. With the lines on run folder and report that the command adds, a failure takes ten
+lines."""
 
 EVIDENCE_LINES = 3
-"""Number of lines of the cause's evidence in a message; the incident's file has all lines."""
+"""Number of lines of evidence in a message; the incident's file has all lines."""
 
 LINE_CHARACTERS = 600
-"""Maximum characters of one line of a message. An error that quotes a whole tensor must not scroll the cause off the screen."""
+"""Maximum number of characters in a line of a message, because an error may quote a whole tensor."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a run. `code`: the exit status (`exit_codes`). `stopped`: a signal requested the end. `consequences`: failures
-    after the first cause. `ended`: the ranks that the supervisor had to end. `ready_seconds`: the time until all ranks were ready
-    (None: never). `report`: why the policy stopped the run; empty if it did not. `file`: the record of the failure
-    (`control.incidents`); None if there was no failure, or the file could not be written.
+    """The outcome of a run. `code`: the exit status (`exit_codes`). `stopped`: a signal requested the run's end. `consequences`:
+    failures that followed from the first cause. `ended`: the ranks that the supervisor killed. `ready_seconds`: seconds until all
+    ranks were ready (None: never). `report`: the policy's reason to stop the run; empty if it did not. `file`: path of the
+    failure's record (`control.incidents`); None if it was not written.
     """
 
     code: int
@@ -38,19 +39,17 @@ class Outcome:
     file: Path | None = None
 
     def message(self) -> str:
-        """Return a message of at most MAX_LINES lines: the cause first and once, its consequences, and the file with the
-        rest."""
+        """Return a message of at most MAX_LINES lines: the cause, its consequences, and the file with the details."""
         cause = self.first_cause
         if cause is None:
             return _cut(self.report) or _PEACEFUL[self.code]
         where = [f"output of {cause.name}: {cause.log}"]
         if self.file is not None:
-            where.append(f"tracebacks, and the output of each rank: {self.file}")
+            where.append(f"tracebacks and the output of each rank are in {self.file}")
         after = self._led_to()
         return "\n".join([*self._what_failed(cause)[: MAX_LINES - len(where) - len(after)], *after, *where])
 
     def _what_failed(self, cause: Failure) -> list[str]:
-        """Return lines about the cause: the policy's report if there is one, else the first failure."""
         if not self.report:
             return [f"{cause.name} {cause.reason}", *_error(cause), *_place(cause)]
         if cause.secondary or _reported(cause):  # lost connections tell nothing; the incident's report has what ranks reported
@@ -60,7 +59,6 @@ class Outcome:
         return [_cut(self.report), *(error[1:] if said else error), *_place(cause)]
 
     def _led_to(self) -> list[str]:
-        """Summarize the fate of the other ranks, in one line."""
         said = []
         failed = sorted({failure.rank for failure in self.consequences if failure.rank is not None})
         if failed:
@@ -75,9 +73,9 @@ class Outcome:
 
 _PEACEFUL: dict[int, str] = {
     ExitCode.FINISHED: "finished",
-    ExitCode.STOPPED: "stopped as asked, state saved: the same command resumes from there",
-    ExitCode.INTERRUPTED: "interrupted twice and ended at once: the same command resumes from the newest copy of the state",
-    ExitCode.TERMINATED: "stopped as asked while no ranks could save: the same command resumes from the newest copy of the state",
+    ExitCode.STOPPED: "stopped on request, and the state was saved: the same command resumes the run",
+    ExitCode.INTERRUPTED: "ended at once by a second Ctrl-C: the same command resumes from the newest copy of the state",
+    ExitCode.TERMINATED: "stopped on request while no rank could save: the same command resumes from the newest copy of the state",
 }
 
 _FRAME = re.compile(r'^\s*File "(?P<path>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)$', re.MULTILINE)
@@ -85,13 +83,10 @@ _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3")
 
 
 def _reported(cause: Failure) -> bool:
-    """True if a rank ended because it had reported an observation. The supervisor may have killed such a rank before it could exit by
-    itself."""
     return cause.code == ExitCode.REPORTED or cause.error.startswith(f"{Reported.__module__}.{Reported.__qualname__}:")
 
 
 def _error(cause: Failure) -> list[str]:
-    """Return the lines of a Python error. Its message may have several lines, which end the traceback."""
     if not cause.error:
         return []
     lines = cause.traceback.splitlines()
@@ -102,7 +97,8 @@ def _error(cause: Failure) -> list[str]:
 
 
 def _place(cause: Failure) -> list[str]:
-    """Show where a cause was raised, or the evidence that matters most: the innermost calls of a stack, the last lines of an output."""
+    """Return the place at which an error was raised, or the most important evidence: the innermost calls of a stack, or the last
+    lines of an output."""
     frames = [frame for frame in _FRAME.finditer(cause.traceback) if not _LIBRARY.search(frame["path"])]
     if cause.error and frames:
         code = cause.traceback[frames[-1].end() :].lstrip("\n").partition("\n")[0].strip()
@@ -116,7 +112,7 @@ def _place(cause: Failure) -> list[str]:
 
 
 def without_ranks(code: int, *, report: str = "") -> Outcome:
-    """Return the outcome of a run that ends while no rank runs."""
+    """Return the outcome of a run that ends at a time when no rank runs."""
     return Outcome(code, code != ExitCode.LOST, None, (), (), (), None, report)
 
 
@@ -125,7 +121,6 @@ def _cut(text: str) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Return "rank 3", "ranks 0, 2", "ranks 0, 4 to 63"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

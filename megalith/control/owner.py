@@ -1,14 +1,14 @@
-"""Ownership of a run folder: one command at a time writes to it; the error of a second command names the owner.
+"""Ownership of a run folder: only one command at a time writes to it. A second command fails with an error that names the owner.
 
-On a local file system the owner holds a lock, which ends with its process. If other machines can access the folder too, a lock may not
-exclude them; then the owner renews a lease. Owners leave numbered claims in `ranks/owners/`, each created atomically:
+On a local file system the owner holds a lock, which ends with its process. On a file system that machines share, a lock may not
+exclude other machines, so the owner renews a lease. Owners create numbered claims in `ranks/owners/`, each atomically:
 
     00000003.json   the claim: which process, on which host, since when, its epoch, and how long its lease is
     00000003.beat   changes with each renewal
     00000003.left   the owner has ended, and so have its ranks
 
-Clocks of two machines are never compared: a process that wants to take over watches the lease for its whole duration. An owner that
-cannot renew its lease stops its ranks long before the lease ends. See docs/decisions/0015-one-owner.md.
+Clocks of two machines are never compared: a process that wants to own the folder waits for a whole lease without a renewal. An owner
+that cannot renew its lease stops its ranks long before the lease ends. See docs/decisions/0015-one-owner.md.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ LOCAL = frozenset(
     }
     | {"rootfs", "vfat", "exfat", "ntfs", "ntfs3", "apfs", "hfs", "ufs"}
 )
-"""Local file systems, on which flock excludes every process that can see a file."""
+"""Names of local file systems, on which flock excludes every process that can access a file."""
 
 
 class InUseError(RuntimeError):
@@ -71,14 +71,14 @@ class LeaseError(RuntimeError):
 
 
 class TakenError(LeaseError):
-    """Another command has taken the run folder over."""
+    """Another command owns the run folder now."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """An owner's claim. `born`: the start time, which distinguishes the owner's process from a later one with the same id. `place`: the
-    machine's boot and the namespace of process ids. `lease`: seconds; 0: a lock is used instead. `wide`: the owner's ranks are on
-    several machines."""
+    """An owner's claim. `born`: the start time of the owner's process, because a later process may have the same id. `place`: the
+    machine's boot, and the namespace of process ids. `lease`: seconds; 0: the owner holds a lock instead. `wide`: the owner's
+    ranks are on several machines."""
 
     number: int
     epoch: int
@@ -113,8 +113,8 @@ class Owner:
 
     @contextlib.contextmanager
     def renewing(self) -> Iterator[None]:
-        """Renew the lease while the block runs. If the lease could not be renewed for too long, and `check` has not stopped the ranks,
-        end the process."""
+        """Renew the lease while the block runs. If the lease cannot be renewed for too long, and `check` has not ended the ranks
+        by then, end this process and with it all ranks."""
         if not self._claim.lease:
             yield
             return
@@ -129,20 +129,19 @@ class Owner:
             threads[1].join()  # the other may wait for a store that is away
 
     def check(self) -> None:
-        """Raise TakenError if another process owns the folder now, LeaseError if the lease could not be renewed for too long. Ranks
-        must then stop."""
+        """Raise TakenError if another process owns the folder now, or LeaseError if the lease could not be renewed for too long.
+        The caller must then stop all ranks."""
         if self._taken:
             raise TakenError(self._taken)
         silence = time.monotonic() - self._renewed
         if self._claim.lease and silence > STOP * self._claim.lease:
             raise LeaseError(
-                f"the lease of {self.run_dir} could not be renewed for {silence:.0f} s{self._trouble}: the ranks were stopped, because "
-                f"another owner may begin after {self._claim.lease:.0f} s"
+                f"the lease of {self.run_dir} could not be renewed for {silence:.0f} s{self._trouble}: the ranks were "
+                f"stopped, because another command may own the folder after {self._claim.lease:.0f} s"
             )
 
     def checked(self, turn: Callable[[], None] | None) -> Callable[[], None]:
-        """Return a function that checks ownership, then calls `turn`; the loop that supervises ranks calls this function at every
-        turn."""
+        """Return a function that calls `check` and then `turn`, for the loop that supervises ranks."""
 
         def both() -> None:
             self.check()
@@ -152,8 +151,8 @@ class Owner:
         return both
 
     def regain(self, *, seconds: float) -> None:
-        """Wait until the lease can be renewed, while no rank runs. Raises TakenError if another process owns the folder by then, and
-        LeaseError if the wait exceeds `seconds`."""
+        """Wait until the lease can be renewed; no rank may run during the wait. Raises TakenError if another process owns the
+        folder then, and LeaseError after `seconds`."""
         until, self._idle = time.monotonic() + seconds, True
         while time.monotonic() < until:
             began = time.monotonic()
@@ -166,8 +165,8 @@ class Owner:
         raise LeaseError(f"the lease of {self.run_dir} could not be renewed for {seconds:.0f} s{self._trouble}")
 
     def leave(self) -> None:
-        """Record that this owner and its ranks have ended. If storage is unavailable, this is not recorded, and the next owner must
-        wait for the lease to end."""
+        """Record that this owner and its ranks have ended. Nothing is recorded if storage is unavailable; the next owner must
+        then wait for a whole lease."""
         with contextlib.suppress(OSError):
             self._claims.leave(self._claim)
 
@@ -177,7 +176,7 @@ class Owner:
             self._claims.make(self._claim)
             newest = self._claims.newest()
         if newest is not None and newest != self._claim:
-            self._taken = f"{self.run_dir} was taken over by process {newest.who}, while this process could not renew its lease"
+            self._taken = f"{self.run_dir} is now owned by process {newest.who}, because this process could not renew its lease"
             raise TakenError(self._taken)
         self._claims.beat(self._claim)
 
@@ -193,7 +192,6 @@ class Owner:
                 self._trouble = f" ({error.strerror})"
 
     def _watch(self, done: threading.Event) -> None:
-        """Loop of the thread that ends the process, and with it all ranks, if no other part has stopped them."""
         while not done.wait(self._claim.lease / RENEWALS / 2):
             if not self._idle and time.monotonic() - self._renewed > END * self._claim.lease:
                 why = self._taken or f"the lease of {self.run_dir} could not be renewed{self._trouble}"
@@ -203,10 +201,11 @@ class Owner:
 
 @contextlib.contextmanager
 def hold(run_dir: Path, *, wide: bool = False) -> Iterator[Owner]:
-    """Own a run folder while the block runs. The caller must not write there before. `wide`: the ranks will be on several machines.
+    """Own a run folder while the block runs. The caller must not write to the folder before. `wide`: the ranks will be on several
+    machines.
 
-    Raises InUseError, with the owner's process, host and time, if another process owns the folder; the folder is then unchanged. If the
-    last owner may still be alive on another machine, this check takes as long as that owner's lease. Raises OSError if the folder
+    Raises InUseError, with the owner's process, host and time, if another process owns the folder; the folder is then unchanged.
+    If the last owner may still run on another machine, the call takes as long as that owner's lease. Raises OSError if the folder
     cannot be made, or its file system is not mounted.
     """
     disk.check_mounted(run_dir)
@@ -234,12 +233,12 @@ def hold(run_dir: Path, *, wide: bool = False) -> Iterator[Owner]:
 
 
 def owned(run_dir: Path, owner: Owner | None) -> contextlib.AbstractContextManager[Owner]:
-    """Use the caller's ownership if there is one; otherwise own the folder while the block runs, as `hold` does."""
+    """Return a context that yields `owner`, or, if it is None, owns the folder while the block runs (`hold`)."""
     return hold(run_dir) if owner is None else contextlib.nullcontext(owner)
 
 
 def flock_serves(folder: Path) -> bool:
-    """True if a folder is on a local file system, so that a lock excludes every process that can see it."""
+    """True if a folder is on a local file system, so that a lock excludes every process that can access it."""
     path = folder.resolve()
     mounted = {Path(one.mountpoint): one.fstype for one in psutil.disk_partitions(all=True)}
     nearest = next((mounted[parent] for parent in (path, *path.parents) if parent in mounted), "")
@@ -257,8 +256,8 @@ def place() -> str:
 
 
 def _epoch_after(before: Claim, claims: "_Claims", run_dir: Path, *, locked: bool) -> int:
-    """Return the epoch of an owner's successor: a new epoch if the owner had a lease and one of its processes may still run. `locked`:
-    this process holds the lock.
+    """Return the epoch of the next owner: a new epoch if the last owner may still run, or may have left running ranks on other
+    machines. `locked`: this process holds the lock.
 
     Raises InUseError if the owner itself still runs.
     """
@@ -273,7 +272,7 @@ def _epoch_after(before: Claim, claims: "_Claims", run_dir: Path, *, locked: boo
         return before.epoch + before.wide
     if not before.lease:
         way_out = f"if that process has ended, start the command on its host, or remove {claims.folder}"
-        raise InUseError(f"{_in_use(run_dir, before.who)}. It holds a lock that this machine cannot see: {way_out}")
+        raise InUseError(f"{_in_use(run_dir, before.who)}. That process holds a lock that this machine cannot check: {way_out}")
     print(
         f"{run_dir} was last owned by process {before.who}: checking for up to {before.lease:.0f} s whether that process still owns it",
         file=sys.stderr,
@@ -298,7 +297,7 @@ class _Claims:
         self.folder = self._run_dir / "ranks" / "owners"
 
     def newest(self) -> Claim | None:
-        """The newest claim; None if there is no claim. A damaged claim shows only that there was an owner."""
+        """The newest claim; None if there is no claim. If the claim is damaged, its owner is returned as unknown."""
         found = sorted(path for path in self.folder.glob("*.json") if path.stem.isdecimal())
         if not found:
             return None
@@ -312,7 +311,8 @@ class _Claims:
             )  # fmt: skip
 
     def make(self, claim: Claim) -> bool:
-        """Make a claim, if no claim with its number or a higher one exists, and remove older claims. Return True if it was made."""
+        """Make a claim and remove older ones. Return False, without making it, if a claim with the same or a higher number
+        exists."""
         self.folder.mkdir(exist_ok=True)
         path, part = self._path(claim), self.folder / f"{secrets.token_hex(4)}.tmp"
         part.write_text(json.dumps(asdict(claim)), encoding="utf-8")
@@ -332,22 +332,18 @@ class _Claims:
         return True
 
     def beat(self, claim: Claim) -> None:
-        """Write an owner's next heartbeat."""
         disk.write_whole(self._path(claim, "beat"), secrets.token_hex(8))
 
     def last_beat(self, claim: Claim) -> str:
-        """Return the last heartbeat that an owner wrote; empty if there is none."""
         try:
             return self._path(claim, "beat").read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:
             return ""
 
     def leave(self, claim: Claim) -> None:
-        """Record that an owner has ended."""
         self._path(claim, "left").touch()
 
     def left(self, claim: Claim) -> bool:
-        """True if an owner has ended."""
         return self._path(claim, "left").exists()
 
     def _path(self, claim: Claim, ending: str = "json") -> Path:
@@ -356,7 +352,8 @@ class _Claims:
 
 @contextlib.contextmanager
 def _lock(run_dir: Path) -> Iterator[None]:
-    """Lock the run folder, and a file in it, so that no second owner can begin after this file and the claims were deleted."""
+    """Lock the run folder and a file in it. The folder's lock excludes a second owner even if the file and the claims are
+    deleted."""
     with contextlib.ExitStack() as stack:
         lock = stack.enter_context((run_dir.resolve() / "ranks" / "lock").open("a+", encoding="utf-8"))
         folder = os.open(run_dir.resolve(), os.O_RDONLY | os.O_DIRECTORY)
@@ -373,7 +370,6 @@ def _lock(run_dir: Path) -> Iterator[None]:
 
 
 def _locked_by(run_dir: Path, lock: str) -> str:
-    """Return the holder of the lock. The newest claim is more precise than the lock file, which an earlier version may have written."""
     text = Path(lock).read_text(encoding="utf-8", errors="replace").strip()
     process = text if text.isascii() and text.isprintable() else ""  # somebody may have damaged the file
     newest = _Claims(run_dir).newest()
@@ -385,7 +381,6 @@ def _in_use(run_dir: Path, who: str) -> str:
 
 
 def _born(process: int) -> str:
-    """Return a process's start time as the kernel counts it; empty if there is no such process."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         return "" if fields[0] in "ZX" else fields[19]

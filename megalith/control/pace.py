@@ -1,5 +1,5 @@
-"""The limit of silence for a hang, which follows from the silences of ranks in a run's own phases. A fixed limit would be too short for
-one run or too long for another.
+"""Time limits after which ranks count as hung, computed from the silences between heartbeats in the phases of the same run. A
+fixed limit would be too short for some runs and too long for others.
 """
 
 from collections import deque
@@ -15,13 +15,13 @@ START_FLOORS = 5  # times hang_floor that a start may take in any case
 
 
 class Limits:
-    """Fixed limits: seconds until all ranks are ready, and seconds without a heartbeat from then on (None: unlimited)."""
+    """Fixed limits: seconds until all ranks are ready, and seconds without a heartbeat after that (None: unlimited)."""
 
     def __init__(self, start: float, silence: float | None) -> None:
         self._start, self._silence = start, silence
 
     def begin(self, source: Source) -> None:
-        """Begin a generation, which restores `source`."""
+        """Begin a generation of ranks that restores `source`."""
 
     def note(self, beats: Sequence[Beat]) -> None:
         """Record the newest beats of the ranks."""
@@ -31,12 +31,12 @@ class Limits:
         return self._start
 
     def of_silence(self, beats: Sequence[Beat]) -> float | None:
-        """Return the allowed seconds without a heartbeat from any rank."""
+        """Return the allowed seconds without a heartbeat of any rank; None: unlimited."""
         return self._silence
 
 
 class Pace(Limits):
-    """Limits that are computed from the silences in this run's phases, over all its generations."""
+    """Limits computed from the silences between heartbeats in each phase of this run, over all generations of its ranks."""
 
     def __init__(self, start: float, silence: float | None, fleet: FleetSpec) -> None:
         super().__init__(start, silence)
@@ -76,8 +76,8 @@ class Pace(Limits):
             self._starts.setdefault(self._tier, deque(maxlen=KEPT)).append(max(beat.time for beat in beats) - self._began)
 
     def _key(self, beat: Beat) -> str:
-        """Return the key of a beat's phase. A generation's first step has its own key, because it compiles and starts with cold
-        caches."""
+        """Return the key under which a heartbeat's phase is recorded. Phases of a generation's first step have other keys,
+        because that step compiles and has cold caches."""
         first = beat.step <= self._first_step
         return f"first {beat.phase}" if first else beat.phase
 
@@ -89,7 +89,7 @@ class Pace(Limits):
         return min(self._start, max(START_FLOORS * fleet.hang_floor, fleet.hang_factor * max(like)))
 
     def usual_start(self) -> float:
-        """Return the median seconds of the starts so far."""
+        """Return the median duration of this run's starts so far, in seconds."""
         starts = [seconds for like in self._starts.values() for seconds in like]
         return percentile(starts, 0.5) if starts else self._start
 
@@ -106,6 +106,6 @@ class Pace(Limits):
 
 
 def percentile(values: Sequence[float] | deque[float], share: float) -> float:
-    """Return the smallest value that the given share of `values` does not exceed."""
+    """Return the smallest value that at least `share` of `values` do not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -1,4 +1,4 @@
-"""The response to a request to stop, printed at once, with the work that a second Ctrl-C would lose."""
+"""Prints the response to a request to stop, with the work that a second Ctrl-C would lose."""
 
 import signal
 import sys
@@ -21,14 +21,13 @@ def print_line(text: str) -> None:
 
 
 def no_copies() -> tuple[Copy, ...]:
-    """Return an empty tuple: the copies of a run that keeps none."""
+    """Return an empty list of copies, for a run that keeps none."""
     return ()
 
 
 class StopResponse:
-    """Responds to the first request to stop with two lines. The first, printed at once, states what happens now. The second states the
-    work that a second Ctrl-C would lose, from a list of the copies. `requests`: those received. `beats` returns the ranks' last
-    heartbeats."""
+    """Prints two lines after the first request to stop: what happens now, and, after listing the copies of the state, the work
+    that a second Ctrl-C would lose. `requests`: the requests received so far. `beats` returns the ranks' last heartbeats."""
 
     def __init__(
         self,
@@ -41,8 +40,7 @@ class StopResponse:
         self._requests, self._notify, self._beats, self._copies = requests, notify, beats, copies
 
     def __call__(self) -> None:
-        """Print both lines. Must be called after the request was passed on to the ranks, because listing the copies may take
-        seconds."""
+        """Print both lines. Call this after passing the request on to the ranks, because listing copies may take seconds."""
         number = self._requests[0][0]
         begun = [beat.step for beat in self._beats() if beat.ready]
         stopping = (
@@ -56,15 +54,14 @@ class StopResponse:
         self._notify(f"{again}: stop now{self._loss(min((step for step in begun if step >= 0), default=-1))}")
 
     def _loss(self, done: int) -> str:
-        """Describe the work that a stop in the middle of the step after `done` steps would lose."""
         if done < 0:
             return ""
         source = None
         with disk.if_available():
             source = newest(self._copies(), at_most=done) or BEGINNING
         if source is None:
-            return " and lose the steps since the newest copy of the state, which cannot be listed just now"
+            return " and lose the steps since the newest copy of the state (the copies cannot be listed at the moment)"
         steps = done - source.step
         if steps == 0:
-            return f" and lose only this step ({source} is kept)"
+            return f" and lose only this step (the copy of {source} is kept)"
         return f" and lose {steps} step{'s' * (steps > 1)} (the newest copy of the state is {source})"

@@ -1,4 +1,4 @@
-"""Waiting for storage: the folders and files that a run has used must be available before its ranks start again."""
+"""Waiting for storage: the folders and files that a run has used must be available before its ranks are restarted."""
 
 import sys
 import time
@@ -9,30 +9,30 @@ from megalith import disk
 
 
 class StoresAwayError(RuntimeError):
-    """Storage that the run has used was unavailable for longer than the waiting limit."""
+    """Storage that the run has used was unavailable for longer than `fleet.wait_limit`."""
 
 
 class Stores:
-    """The run folder, and every other path that was found unavailable before."""
+    """Paths that must be available at a start: the run folder, and every path that was unavailable before."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run = disk.Place(run_dir)
         self._others: list[Path] = []
 
     def add(self, path: str) -> None:
-        """From now on, also check this path."""
+        """Add a path that must be available at every later start."""
         if Path(path) not in self._others:
             self._others.append(Path(path))
 
     @property
     def run_folder_away(self) -> str:
-        """Return why the run folder cannot be used now; empty if it can."""
+        """The reason why the run folder cannot be used now; empty if it can."""
         return self._run.away()
 
     def start(self, start: Callable[[], None], *, limit: float, notify: Callable[[str], None], pause: Callable[[], bool]) -> bool:
-        """Call `start` once all paths can be used, and retry while `start` finds storage unavailable. `pause` waits between two
-        attempts. Return False if `pause` forbids another attempt. A line is printed when the wait begins, and `notify` is called when
-        it ends. Raises StoresAwayError if the wait exceeds `limit` seconds.
+        """Call `start` once all paths are available, and again if `start` itself finds storage unavailable. `pause` waits between
+        two attempts; if it returns False, there is no further attempt, and the result is False. The beginning of a wait is
+        printed, and its end is passed to `notify`. Raises StoresAwayError after `limit` seconds.
         """
         since: float | None = None
         first = ""
@@ -40,12 +40,12 @@ class Stores:
             path, why = away
             if since is None:
                 since, first = time.monotonic(), path
-                words = f"{path} cannot be used ({why}): waiting for it, {limit:g} s at most (fleet.wait_limit)"
+                words = f"{path} cannot be used ({why}): waiting until it can, for at most {limit:g} s (fleet.wait_limit)"
                 print(words, file=sys.stderr, flush=True)
             if time.monotonic() - since >= limit:
                 raise StoresAwayError(
                     f"{path} could not be used for fleet.wait_limit = {limit:g} s: {why}. The same command resumes the run "
-                    "once it can be used"
+                    f"once this path can be used"
                 )
             if not pause():
                 return False
@@ -54,7 +54,6 @@ class Stores:
         return True
 
     def _try(self, start: Callable[[], None]) -> tuple[str, str] | None:
-        """Call `start` if all paths can be used; else return the path that cannot be used, and the reason."""
         if why := self._run.away():
             return str(self._run.folder), why
         try:

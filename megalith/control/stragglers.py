@@ -1,4 +1,5 @@
-"""Detection of ranks that compute too slowly. Only a rank's own work is compared, because all ranks wait for the slowest."""
+"""Detection of ranks that compute too slowly. Only the time that a rank itself works is compared, because all ranks' steps last
+as long as the slowest rank's."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -15,8 +16,8 @@ NOISE_SECONDS = 0.05  # what a step may take longer without anybody being slow
 
 
 class Stragglers:
-    """Compares the own work in the ranks' heartbeats. Pipeline stages differ, so each rank is compared with its usual share of the
-    median."""
+    """Compares the working times in the ranks' heartbeats. A rank's time is compared with the rank's usual multiple of the
+    median, because pipeline stages differ."""
 
     def __init__(self, fleet: FleetSpec) -> None:
         self._fleet = fleet
@@ -24,14 +25,14 @@ class Stragglers:
         self.begin()
 
     def begin(self) -> None:
-        """Begin a generation: forget the observations of slow ranks, but keep each rank's usual share."""
+        """Begin a generation of ranks: forget which ranks were slow, but keep each rank's usual multiple of the median."""
         self._counted = -1  # the last step that was: its beats are there until the next, and are looked at again
         self._told: dict[int, dict[int, float]] = {}  # step -> rank -> seconds
         self._slow: dict[int, tuple[int, float, float]] = {}  # rank -> steps in a row, seconds lost, since when
         self._named: set[tuple[int, bool]] = set()
 
     def note(self, beats: Sequence[Beat], *, nodes: Sequence[str], replacing: float) -> Straggler | None:
-        """Return a slow rank when it is first detected, and again when it has cost `replacing` seconds; else None."""
+        """Return an observation when a slow rank is detected, and again when it has cost `replacing` seconds; else None."""
         for rank, beat in enumerate(beats):
             if beat.compute > 0 and beat.step > self._counted:
                 self._told.setdefault(beat.step, {})[rank] = beat.compute

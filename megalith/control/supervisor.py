@@ -31,11 +31,11 @@ def run(
     store: Store = no_copies,
     owner: Owner | None = None,
 ) -> Outcome:
-    """Start the job's ranks, and return once all have ended; meanwhile, `tick` is called about every 20 ms. `notify` gets messages for
-    the user; `store` lists the checkpoints. SIGTERM, SIGUSR1, SIGHUP (unless it is ignored) and the first SIGINT to this process are
-    passed on to every rank, once, as SIGTERM; a later SIGINT ends all ranks immediately. `owner`: this process's ownership of the run
-    folder, if it has it already. Raises ValueError, with all problems, for a job that cannot be started, and InUseError if another
-    process owns its run folder.
+    """Start the job's ranks, and return when all have ended. `tick` is called about every 20 ms. `notify` receives messages for
+    the user. `store` lists the checkpoints. SIGTERM, SIGUSR1, SIGHUP (unless it is ignored) and the first SIGINT to this process
+    are passed on to every rank as one SIGTERM; a later SIGINT ends all ranks immediately. `owner`: the ownership of the run
+    folder, if the caller has it. Raises ValueError, with all problems, for a job that cannot be started, and InUseError if
+    another process owns its run folder.
     """
     job.check()
     with owned(job.run_dir, owner) as own, requests_to_stop() as requests:
@@ -50,8 +50,8 @@ def run(
 
 @contextlib.contextmanager
 def requests_to_stop() -> Iterator[list[Request]]:
-    """Yield a list that collects signals that ask to stop: (number, monotonic seconds). Signals can be caught only in the main
-    thread."""
+    """Yield a list to which (number, monotonic seconds) of each received signal that requests a stop is appended. Signals are
+    received only in the main thread."""
     received: list[Request] = []
 
     def note(number: int, frame: FrameType | None) -> None:

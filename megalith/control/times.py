@@ -1,7 +1,7 @@
 """Records the time breakdown of each rank and step, from the heartbeats, as a pyramid file in the run folder, for `megalith watch`.
 
-A value is one byte: the logarithm of a rank's seconds divided by the median rank's own work in that step. So a value shows a slow rank
-directly, with an error below 2 %. Memory is stored likewise, divided by the median rank's.
+A value is one byte: the logarithm of a rank's seconds divided by the median of all ranks' working times in that step, with an
+error below 2 %. Memory is stored in the same way, divided by the median of all ranks' memory.
 """
 
 from collections.abc import Sequence
@@ -15,16 +15,16 @@ from megalith.fleet.heartbeat import KINDS, Beat
 
 FOLDER = "ranks/times"
 ROWS = (*KINDS, "memory")
-"""Rows of a record, each with one value per rank."""
+"""Rows of the record of a step, each with one value per rank."""
 
 MINIMUM, MAXIMUM = 2.0**-9, 2.0**3
-"""The smallest and the largest code's multiples of the median; values beyond these are clamped."""
+"""Multiples of the median for which the smallest and the largest code stand; values outside this range are clamped."""
 
 CODES, OCTAVES = 254, 12.0  # codes, and the powers of two that they are spread over
 
 
 def encode(shares: NDArray[np.float64]) -> NDArray[np.uint8]:
-    """Encode multiples of the median as codes from 1 to 255; 0 stands for unknown values (NaN)."""
+    """Encode multiples of the median as codes from 1 to 255, and unknown values (NaN) as 0."""
     with np.errstate(divide="ignore", invalid="ignore"):
         scaled = (np.log2(np.clip(shares, MINIMUM, MAXIMUM)) + 9) * CODES / OCTAVES + 1
     return np.where(np.isfinite(shares), np.rint(np.nan_to_num(scaled)), 0).astype(np.uint8)
@@ -36,14 +36,14 @@ def decode(codes: NDArray[np.uint8]) -> NDArray[np.float64]:
 
 
 def block(row: str, ranks: int) -> slice:
-    """Return the position of a row in a record."""
+    """Return the slice of a record that a row of ROWS occupies."""
     at = ROWS.index(row)
     return slice(at * ranks, (at + 1) * ranks)
 
 
 class Times:
-    """Writes a step's record once all ranks have reported it, or, because polling misses some beats, once a rank has reported the step
-    after the next. If the disk is full or unavailable, only the record is lost."""
+    """Writes the record of step n once all ranks have reported step n or a rank has reported step n + 2, because polling misses
+    some heartbeats. If the disk is full or unavailable, only the record is lost."""
 
     def __init__(self, run_dir: Path, ranks: int) -> None:
         self._run_dir, self._folder, self._ranks = run_dir, run_dir / FOLDER, ranks

@@ -1,7 +1,5 @@
-"""One generation of ranks, from their start to the last rank's end: which ranks ended or hang, and the first cause.
-
-If a rank fails, the others are stopped within seconds, because they would only wait for it. Only the first cause among the resulting
-errors is reported.
+"""Watches one generation of ranks from their start to the end of the last one, for ranks that end or hang. If a rank fails, the
+others are killed within seconds, because they would wait for it forever. Of all errors, only the first cause is reported.
 """
 
 import re
@@ -36,13 +34,13 @@ _PAUSE_SECONDS = 1.0  # what a turn of the loop took beyond this was not spent w
 Observe = Callable[[list[Observation], list[Beat]], bool]
 
 _WAITS = re.compile(r"torch/distributed/|\bin (wait|wait_\w+|barrier|synchronize|finish)\b")
-"""Pattern for the innermost call of a rank that waits for others."""
+"""Pattern of the innermost call in the stack of a rank that waits for other ranks."""
 
 
 @dataclass(frozen=True)
 class Hang:
-    """A hang: no rank made progress. `rank`: the one furthest behind; None: no single one is. `behind`: the same by steps and phases
-    alone."""
+    """A hang: no rank made progress. `rank`: the rank for which the others wait; None: not known. `behind`: the last rank
+    according to steps and heartbeats alone."""
 
     rank: int | None
     behind: int | None
@@ -54,8 +52,9 @@ class Hang:
 
 
 class Watch:
-    """The loop that watches one generation, which restores `source`. `observe` gets observations and beats at every turn, and returns
-    True if the generation must end now. `stop_response` is called once, after a request to stop was passed on."""
+    """Loop that watches one generation of ranks, which restores `source`. `observe` is called with new observations and
+    heartbeats in every iteration, and returns True if the generation must end. `stop_response` is called once, after a request to
+    stop was passed on to the ranks."""
 
     def __init__(
         self,
@@ -89,7 +88,7 @@ class Watch:
 
     @property
     def stopping(self) -> bool:
-        """True if the ranks were told to stop."""
+        """True if the ranks were ordered to stop."""
         return self._stopping
 
     @property
@@ -113,7 +112,6 @@ class Watch:
         return self._outcome()
 
     def _collect_events(self) -> list[Observation]:
-        """Collect events: record the ends of ranks, and return observations."""
         observed: list[Observation] = []
         for what in self._nodes.wait(POLL_SECONDS):
             if isinstance(what, Exit | Failure):
@@ -137,7 +135,7 @@ class Watch:
             self._failed_at = self._watched
 
     def _is_request(self, end: Exit) -> bool:
-        """True if the supervisor's request to stop killed a rank that had no signal handler yet, and so no state to save."""
+        """True if the order to stop killed a rank that had no signal handler yet, and therefore no state to save."""
         return self._stopping and end.code == -signal.SIGTERM
 
     def _look_at_beats(self) -> None:
@@ -152,7 +150,6 @@ class Watch:
             self._ready_at = self._beat_at = self._watched
 
     def _must_end(self) -> bool:
-        """True if the remaining ranks must be ended now."""
         if self._pass_on_requests():
             return True
         if self._failed_at is not None:
@@ -167,8 +164,8 @@ class Watch:
         return bool(late)
 
     def _pass_on_requests(self) -> bool:
-        """Pass the first request to stop on to the ranks. True if the ranks must end at once: none has started yet, or this is the
-        second request."""
+        """Pass the first request to stop on to the ranks. Return True if the ranks must be killed, because none has started yet
+        or a second request arrived."""
         if self._requests and not self._responded:
             self._responded = True
             if not self._stopping:
@@ -179,7 +176,7 @@ class Watch:
         return self._interrupted()
 
     def stop(self) -> None:
-        """Ask the ranks to save and stop together."""
+        """Order the ranks to save and stop together."""
         self._stopping = True
         self._nodes.send(signal.SIGTERM, self._nodes.running())
 
@@ -190,7 +187,6 @@ class Watch:
         return any(number == signal.SIGINT and at - begun > BOUNCE_SECONDS for number, at in self._requests[1:])
 
     def _late(self) -> tuple[list[int], float]:
-        """Return the ranks that were silent for longer than the run's limit, and this limit."""
         running = [rank for rank in range(self._job.ranks) if rank not in self._exits]
         if self._ready_at is None:
             unready = [rank for rank in running if not self._beats[rank].ready]
@@ -204,8 +200,8 @@ class Watch:
         return (running if self._is_over(limit, self._watched - self._beat_at) else []), limit
 
     def _is_over(self, limit: float, silence: float) -> bool:
-        """True if a silence is too long for another reason than runnable ranks without a processor. This is checked twice, half a limit
-        apart."""
+        """True if the silence exceeds `limit` and a lack of processors does not explain it: ranks that were ready to run for most
+        of the last half limit are not hung."""
         if silence < limit / 2:
             self._queued = None
             return False
@@ -221,8 +217,8 @@ class Watch:
         return False
 
     def _hangs(self, late: list[int], limit: float) -> list[Failure]:
-        """Return a failure for each late rank, with its stack. All wait for the rank that is furthest behind, so the failures of the
-        others are secondary."""
+        """Return a failure for each late rank, with its stack. Only the failure of the rank for which the others wait is not
+        secondary."""
         processes = self._nodes.running()
         if not processes:
             return [self._nodes.unstarted()]
@@ -238,8 +234,8 @@ class Watch:
         )
 
         def place(rank: int) -> tuple[int, ...]:
-            """Sort key: first ranks that do not answer, then ranks outside any call that waits, and among equals, ranks that others
-            wait for in a collective. (Others may also wait for a rank that itself waits for a message.)"""
+            """Sort key of ranks, the hanging one first: ranks that do not answer, then ranks whose innermost call is not a wait,
+            then ranks for which others wait in a collective."""
             inspection = inspections.get(rank, RankInspection(""))
             if inspection.stopped or not inspection.stack:
                 return (0, 0, 0, *progress(rank))
@@ -273,19 +269,17 @@ class Watch:
         ]
 
     def _standing(self, rank: int, limit: float, inspection: RankInspection, behind: str) -> str:
-        """Describe what a late rank failed to do, and where it hangs. `behind`: its delay in collectives, as text."""
         if self._ready_at is None:
             missed = f"was not ready within {limit:g} s"
         else:
-            missed = f"hangs: no rank sent a heartbeat in the last {limit:g} s"
+            missed = f"hangs: no rank has sent a heartbeat for {limit:g} s"
         beat = self._beats[rank]
-        where = f"its last phase is `{beat.phase}`" if beat.phase else "it has sent no heartbeat"
+        where = f"the rank's last phase is `{beat.phase}`" if beat.phase else "the rank has sent no heartbeat"
         step = f" of step {beat.step}" if beat.step >= 0 else ""
         stopped = "the process is stopped (SIGSTOP)" if inspection.stopped else ""
         return "; ".join(part for part in (missed, where + step, stopped, behind) if part)
 
     def _end_all(self) -> None:
-        """Kill all processes that still run, and record how they ended."""
         killed = self._nodes.running()
         self._nodes.send(signal.SIGKILL, killed)
         until = time.monotonic() + KILL_SECONDS

@@ -1,9 +1,8 @@
-"""Log of a run: an append-only JSON-lines file of typed events, from which all reports are made.
+"""The event log of a run: an append-only JSON-lines file of typed events, from which all reports are made.
 
 Every line is `{"type": ..., "time": seconds since the epoch, ...fields}`. Times are seconds, memory is bytes, rates are per second.
 
-Logs of other versions can be read. A field that a log lacks gets its default, else the neutral value of its type: None, NaN, 0, "",
-an empty list or dict. A field that this version does not know is kept in `Event.extra`, and an event of an unknown kind is an `Unknown`.
+Logs of other versions can be read (`events.text`).
 """
 
 from megalith.events.kinds import (

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True)
 class Event:
-    """Base of all events; `kind` is the `type` written to the log. `extra`: fields of a log that this version does not know."""
+    """Base of all events; `kind` is written to the log as `type`. `extra`: fields of a log that this version does not know."""
 
     kind: ClassVar[str] = ""
     time: float = field(default_factory=time.time, kw_only=True)
@@ -42,7 +42,8 @@ class RunStarted(Event):
 
 @dataclass(frozen=True)
 class Holding(Event):
-    """One rank's place on the mesh, its parts, and the bytes of its share on the device and elsewhere."""
+    """One rank's coordinates on the mesh, the model's parts that it holds, and the bytes of its state on the device, host and
+    disk."""
 
     kind: ClassVar[str] = "holding"
     rank: int
@@ -58,15 +59,14 @@ class Holding(Event):
 
 @dataclass(frozen=True)
 class Step(Event):
-    """One step with an update. `updates` counts the run's updates, including this one; with sites, the whole batches that they have read.
-    `seconds` is wall time on rank 0.
-
-    `breakdown` splits `seconds`: data, forward, backward, bubble (waiting for a neighbour in the pipeline), communication, optimizer,
-    other. `memory` is rank 0's, but "resident" is the maximum over all ranks. `experts`: each number is that of the worst layer: the
-    largest load over the mean ("max_load"), the entropy of the loads (1: even), and the share of token assignments "dropped"; empty without
-    experts. `noise`: estimates of the gradient's squared norm ("signal") and of the variance of one sequence's gradient ("noise"), and the
-    gradient noise scale, which is the ratio of their averages over recent steps, in sequences ("scale") and in "tokens"; empty if the plan
-    allows no estimate.
+    """One step with an update. `updates`: number of the run's updates, including this one; with sites, the number of whole
+    batches that the sites have read. `seconds`: wall time on rank 0. `breakdown` divides `seconds` into data, forward, backward,
+    bubble (waiting for a neighbour in the pipeline), communication, optimizer and other. `memory`: bytes of rank 0, but
+    "resident" is the maximum over all ranks. `experts`: numbers of the worst layer, which are the largest load divided by the
+    mean load ("max_load"), the entropy of the loads (1: all are equal), and the share of token assignments that were "dropped";
+    empty without experts. `noise`: estimates of the gradient's squared norm ("signal") and of the variance of one sequence's
+    gradient ("noise"), and the gradient noise scale in sequences ("scale") and in "tokens", which is the ratio of their averages
+    over recent steps; empty if the plan allows no estimate.
     """
 
     kind: ClassVar[str] = "step"
@@ -89,14 +89,16 @@ class Step(Event):
 
     @property
     def left_out(self) -> int:
-        """Number of updates that the run has skipped, or that sites have missed; the run makes as many steps beyond `train.steps`."""
+        """Number of updates that the run has skipped or that sites have missed, and for which it makes further steps after
+        `train.steps`."""
         return 0 if self.updates is None else self.step - self.updates
 
 
 @dataclass(frozen=True)
 class PhaseBegan(Event):
-    """A phase of the run began: from step `step` on, which begins with sample `samples`, batches and sequences have these sizes, and
-    domains these `weights` (empty: in proportion to their tokens). `number` counts a run's phases from 0."""
+    """A phase of the data began with step `step`, whose first sample is `samples`. The event has the phase's batch and sequence
+    sizes and its `weights` of the domains (empty: proportional to the domains' tokens). `number` is the phase's number, from
+    0."""
 
     kind: ClassVar[str] = "phase"
     step: int
@@ -116,16 +118,17 @@ class PhaseBegan(Event):
 
 @dataclass(frozen=True)
 class Merge(Event):
-    """A fragment of the model was merged over all sites after `step` steps, from differences taken after `sent` steps. `losses`: each
-    merged site's mean loss over its last steps, None if the site has just been started. `bytes_sent`, `bytes_received`: of the first site.
-    `waited`: seconds that its ranks waited for other sites, out of `seconds` for the merge. `norm`: of the mean difference; `spread`: root
-    mean square distance of the sites' differences from this mean. `merged`: the sites whose differences were merged; `sites`: number of all
-    sites; `left`, `joined`: sites that trained until this merge, and sites that train from it on. `number`: merges before this one.
-    `count`: sites among which a step's batch is divided from here on. `samples`: samples that the merged weights have seen, of `total` in
-    the run. `mark`: digest of all merges up to this one. `decided`: the site that decided about the merge; None in logs of earlier
-    versions. If merges are asynchronous, `merged` names a site once for each of its differences. For each difference, `taken` has the step
-    after which it was taken, `ages` the number of merges of its fragment that it has missed, and `weights` its weight in the mean. `names`:
-    of all sites, in the order of their numbers, if the run file gives names."""
+    """A fragment of the model was merged over all sites after `step` steps, from weight differences that sites sent after `sent`
+    steps. `losses`: mean loss of each merged site over its last steps; None if the site has just started. `bytes_sent`,
+    `bytes_received`: bytes of the first site. `waited`: seconds of the merge's `seconds` for which the first site's ranks waited
+    for other sites. `norm`: norm of the mean difference. `spread`: root mean square distance of the sites' differences from their
+    mean. `merged`: the sites whose differences were merged. `sites`: number of all sites. `left`: sites that stop training at
+    this merge. `joined`: sites that begin to train after it. `number`: number of earlier merges. `count`: number of sites among
+    which later batches are divided. `samples`: samples that the merged weights were trained on, of the run's `total`. `mark`:
+    digest of all merges so far. `decided`: the site that decided the merge; None in logs of earlier versions. If merges are
+    asynchronous, `merged` has a site once for each of its differences; `taken`, `ages` and `weights` have each difference's step
+    after which it was sent, number of missed merges, and weight in the mean. `names`: the sites' names, if the run file gives
+    them."""
 
     kind: ClassVar[str] = "merge"
     step: int
@@ -160,8 +163,9 @@ class Merge(Event):
 
 @dataclass(frozen=True)
 class Skipped(Event):
-    """A step whose update was skipped; its samples are consumed. `left`: updates that the run may still skip. If gradients overflowed in
-    fp16, `part` and `tensor` name the first overflow in the order of backward; such a step does not count against `left`."""
+    """A step whose update was skipped; its samples are consumed. `left`: updates that the run may still skip. If gradients
+    overflowed in fp16, `part` and `tensor` name the tensor that overflowed first in backward; such a step does not reduce
+    `left`."""
 
     kind: ClassVar[str] = "skipped"
     step: int
@@ -182,13 +186,14 @@ class Skipped(Event):
             return f"the update of step {self.step} was skipped: {self.reason}"
         if self.scale_before is not None:
             return f"the update of step {self.step} was skipped: {self.reason}."
-        return f"the update of step {self.step} was skipped: {self.reason}. The run may skip {self.left} more (stability.skips)."
+        return f"the update of step {self.step} was skipped: {self.reason}. The run may skip {self.left} more updates (stability.skips)."
 
 
 @dataclass(frozen=True)
 class ReleasePaused(Event):
-    """Steps with released gradients change their first pass, because `clipped` of the last `window` updates were clipped. `paused`: from
-    the next step on, the first pass only measures the norm; else the first pass updates again."""
+    """With `plan.state.release`, the first pass of a step changes, because `clipped` of the last `window` updates were clipped.
+    `paused`: the first pass of later steps only measures the norm, and a second pass updates; False: the first pass updates
+    again."""
 
     kind: ClassVar[str] = "release"
     step: int
@@ -200,7 +205,7 @@ class ReleasePaused(Event):
     def words(self) -> str:
         """The event in a sentence."""
         what = (
-            "only measure the norm in the first pass, and update in a second one"
+            "only measure the gradient norm in their first pass, and update in a second pass"
             if self.paused
             else "update in their first pass again"
         )
@@ -211,9 +216,9 @@ class ReleasePaused(Event):
 
 @dataclass(frozen=True)
 class Spike(Event):
-    """A step whose loss or gradient norm (None: not finite) exceeds its band, or whose numbers differed when it was recomputed. `bands`:
-    the limit of each exceeded band. `answer`: "none", "repeated", "skipped", "rewound", "lowered". `causes`: likely causes with their
-    evidence, the likeliest first: "hardware", "schedule", "data", "numerics".
+    """A step's loss or gradient norm (None: not finite) exceeds its band, or its numbers differed when the step was recomputed.
+    `bands`: the limit of each exceeded band. `answer`: "none", "repeated", "skipped", "rewound", "lowered". `causes`: possible
+    causes with evidence, the most likely first: "hardware", "schedule", "data", "numerics".
     """
 
     kind: ClassVar[str] = "spike"
@@ -226,7 +231,7 @@ class Spike(Event):
 
     @property
     def cause(self) -> str:
-        """The likeliest cause; empty if there is no evidence for any."""
+        """The most likely cause; empty if there is no evidence for a cause."""
         return self.causes[0]["cause"] if self.causes else ""
 
     @property
@@ -235,7 +240,9 @@ class Spike(Event):
         numbers = {"loss": self.loss, "norm": self.grad_norm}
         left = " and ".join(f"{name} {numbers.get(name) or 0:.4g} above {end:.4g}" for name, end in self.bands.items())
         what = left or (
-            "its numbers differed when they were recomputed" if self.loss is not None else "its numbers are not finite"
+            "loss or gradients differed when the step was recomputed"
+            if self.loss is not None
+            else "loss or gradient norm is not finite"
         )
         why = f"; likely cause: {self.cause} ({self.causes[0]['evidence']})" if self.causes else ""
         return f"spike at step {self.step}: {what}{why}"
@@ -243,9 +250,9 @@ class Spike(Event):
 
 @dataclass(frozen=True)
 class Rewound(Event):
-    """The run went back to the state after `to` steps, which undid `undone` updates, and continues after step `step`. Samples `first` to
-    `last` are never read again. `tier`: where the copy was found; `seconds`: time to load it; `replayed`: steps computed again to find the
-    cause. `left`: number of times that the run may still rewind."""
+    """The run restored the state after `to` steps, which undid `undone` updates, and continues after step `step`. The run will
+    not read samples `first` to `last` again. `tier`: the tier of the restored copy. `seconds`: time to load that copy.
+    `replayed`: number of steps that were recomputed to find the cause. `left`: number of times that the run may still rewind."""
 
     kind: ClassVar[str] = "rewound"
     step: int
@@ -261,14 +268,14 @@ class Rewound(Event):
     @property
     def words(self) -> str:
         """The event in a sentence."""
-        went = f"went back from step {self.step} to the state after step {self.to} (copy in {self.tier})"
-        return f"{went}: samples {self.first} to {self.last} are dropped. The run may rewind {self.left} more times (stability.rewinds)."
+        went = f"the run went back from step {self.step} to the state after step {self.to} (copy in {self.tier})"
+        return f"{went}: samples {self.first} to {self.last} are skipped. The run may rewind {self.left} more times (stability.rewinds)."
 
 
 @dataclass(frozen=True)
 class Lowered(Event):
-    """From step `step` until update `until`, the learning rate is multiplied by `factor` or, if the schedule had jumped, limited to
-    `at_most`."""
+    """From step `step` until update `until`, the learning rate is multiplied by `factor`, or limited to `at_most` if a jump of
+    its schedule caused the spike."""
 
     kind: ClassVar[str] = "lowered"
     step: int
@@ -279,16 +286,20 @@ class Lowered(Event):
     @property
     def words(self) -> str:
         """The event in a sentence."""
-        how = f"multiplied by {self.factor:g}" if self.at_most is None else f"at most {self.at_most:.3g}, as before its jump"
+        how = (
+            f"multiplied by {self.factor:g}"
+            if self.at_most is None
+            else f"limited to {self.at_most:.3g}, its value before it jumped"
+        )
         return f"the learning rate is {how}, from step {self.step} until update {self.until}"
 
 
 @dataclass(frozen=True)
 class PrecisionWatched(Event):
-    """A comparison of a microbatch's gradients after `step` steps with those of wide products (precision.wide). `errors`: the relative
-    error of each part's gradient; None: not finite. `raised`: the part whose products are wide from now on, because its error was above
-    `limit` (`precision.auto`); empty: none. `seconds`: time of the comparison on rank 0. `saturated` and `zeroed`, by part: shares of the
-    products' rounded inputs that saturate at the format's maximum, and of nonzero inputs that become 0."""
+    """After `step` steps, a microbatch's gradients were compared with those from bf16 products. `errors`: relative error of each
+    part's gradient; None: not finite. `raised`: the part whose products are in bf16 after this, because its error was above
+    `limit` (`precision.auto`); empty: none. `seconds`: time of the comparison on rank 0. `saturated`, `zeroed`: for each part,
+    the share of rounded inputs that saturate at the format's maximum, and the share of nonzero inputs that become 0."""
 
     kind: ClassVar[str] = "precision_watched"
     step: int
@@ -305,19 +316,20 @@ class PrecisionWatched(Event):
         error = self.errors.get(self.raised)
         found = "not finite" if error is None else f"{error:.3g}"
         return (
-            f"all products of {self.raised} are wide from step {self.step + 1} on: the relative error of its gradient was {found}, above "
-            f"precision.auto = {self.limit:g}"
+            f"all matrix products of {self.raised} are in bf16 from step {self.step + 1} on, because the relative error of "
+            f"its gradient was {found}, above precision.auto = {self.limit:g}"
         )
 
 
 Span = tuple[int, str, float, float]
-"""(rank, action, start, end), in seconds from the step's start; a list in events that were read from a log."""
+"""(rank, action, start, end), where start and end are seconds from the beginning of the step; a list in events read from a
+log."""
 
 
 @dataclass(frozen=True)
 class Spans(Event):
-    """Actions of each pipeline rank in one step, with their times. `collecting`: maximum over ranks of the seconds in Python's garbage
-    collector during the `since` steps up to this one; both 0 in logs of earlier versions."""
+    """Actions of each pipeline rank in one step, with their times. `collecting`: seconds in Python's garbage collector during the
+    last `since` steps, the maximum over ranks; both are 0 in logs of earlier versions."""
 
     kind: ClassVar[str] = "spans"
     step: int
@@ -339,7 +351,7 @@ class Validation(Event):
 
 @dataclass(frozen=True)
 class Checkpoint(Event):
-    """A checkpoint was committed. `wait_seconds`: time for which training was paused for it."""
+    """A checkpoint was committed. `wait_seconds`: time for which saving the checkpoint paused training."""
 
     kind: ClassVar[str] = "checkpoint"
     step: int
@@ -371,8 +383,9 @@ class Problem(Event):
 
 @dataclass(frozen=True)
 class Incident(Event):
-    """A fault was observed, and the policy decided on a response at `time`. `began`: best estimate of the fault's time (the last sign of
-    life; for a slow rank, its first slow step). `evidence`: the observation (`fleet.observations`); `commands`: the response."""
+    """A fault was observed, and the policy decided on a response at `time`. `began`: estimated time of the fault (the last
+    heartbeat; for a slow rank, its first slow step). `evidence`: the observation (`fleet.observations`); `commands`: the
+    response."""
 
     kind: ClassVar[str] = "incident"
     incident: int
@@ -388,8 +401,8 @@ class Incident(Event):
 
 @dataclass(frozen=True)
 class Recovery(Event):
-    """An incident is over: the ranks continue at `time`. `restored`: the restored state, such as "step 12 in memory"; None if the ranks
-    continued in place."""
+    """An incident ended, because the ranks continued at `time`. `restored`: the restored copy, such as "step 12 in memory"; None
+    if the ranks continued without a restart."""
 
     kind: ClassVar[str] = "recovery"
     incident: int
@@ -400,7 +413,7 @@ class Recovery(Event):
 
 @dataclass(frozen=True)
 class Order(Event):
-    """A user's order to the run (`control.orders`), and the decision on it."""
+    """A user gave the run an order (`control.orders`), and the policy decided on it."""
 
     kind: ClassVar[str] = "order"
     what: str
@@ -410,8 +423,8 @@ class Order(Event):
 
 @dataclass(frozen=True)
 class RunFinished(Event):
-    """The ranks stopped. `reason`: "finished", "stopped" (by a signal, state saved), "lost" (usually a lost rank: the same command can
-    continue) or "failed"."""
+    """The ranks stopped. `reason`: "finished"; "stopped" by a signal, with saved state; "lost", usually through the loss of a
+    rank, if the same command can continue the run; or "failed"."""
 
     kind: ClassVar[str] = "run_finished"
     reason: str

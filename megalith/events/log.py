@@ -18,13 +18,13 @@ Kind = TypeVar("Kind", bound=Event)
 
 
 class EventLog:
-    """Appends events to a run folder's log. Each event is one write, so a reader rarely sees a partial line, and ranks and their supervisor
-    may write to the same log. If the disk is full or unavailable, events wait in memory. If the log is deleted meanwhile, a new one begins
-    with a warning and the newest `RunStarted`, which reports on the later events need."""
+    """Appends events to a run folder's log. Each event is one write, so readers rarely see a partial line, and several processes
+    may write to one log. If the disk is full or unavailable, events wait in memory. If the log is deleted during the run, a new
+    log begins with a warning and with the newest `RunStarted` event, without which reports could not read later events."""
 
     def __init__(self, run_dir: Path, *, epoch: int | None = None, existed: bool = False) -> None:
-        """`epoch`: that of the log's owner (`megalith.epochs`); None: the newest. `existed`: the folder is known to have existed, so if it
-        is missing, it is unavailable and must not be made."""
+        """`epoch`: the epoch of the log's owner (`megalith.epochs`); None: the newest. `existed`: the folder existed before, so
+        it must not be made if it is missing."""
         if not existed:
             run_dir.mkdir(parents=True, exist_ok=True)
         path = epochs.newest(run_dir, FILE) if epoch is None else run_dir / epochs.name(FILE, epoch)
@@ -33,7 +33,7 @@ class EventLog:
         self._journal = disk.Journal(path, most=MAX_WAITING, renewed=self._begin_anew, existed=existed)
 
     def write(self, event: Event) -> None:
-        """Append one event. If it cannot be written now, it waits in memory."""
+        """Append one event. An event that cannot be written now waits in memory."""
         match event:
             case RunStarted():
                 self._opening, self._step = list[Event]([event]), event.resumed_step
@@ -44,17 +44,17 @@ class EventLog:
             self._step = event.step
 
     def _begin_anew(self, made: bool) -> Iterator[bytes]:
-        """Yield the first lines for a log that was removed or emptied. `made`: this writer has created the new file, so it adds a
-        warning."""
+        """Yield the first lines for a log that was removed or emptied. `made`: this writer created the new file, and therefore
+        adds a warning."""
         if made:
-            words = f"{FILE} was removed, or emptied, during the run: its earlier events are lost, and a new file begins here"
+            words = f"{FILE} was removed or emptied during the run: earlier events are lost, and this is a new file"
             yield _line(Problem("warning", words))
         for event in self._opening:
             fresh = replace(event, time=time.time())
             yield _line(replace(fresh, resumed_step=self._step) if isinstance(fresh, RunStarted) else fresh)
 
     def close(self) -> None:
-        """Write the waiting lines, and print the number of those that cannot be written."""
+        """Write the waiting events, and print the number of events that cannot be written."""
         self._journal.close()
 
 
@@ -63,9 +63,9 @@ def _line(event: Event) -> bytes:
 
 
 class Reader:
-    """The events of a run, oldest first; each iteration reads the log of the newest epoch again.
-
-    Lines that are incomplete (killed writer, full disk) or hold no event are skipped. `skipped` is their number in the newest iteration.
+    """The events of a run, oldest first; each iteration reads the log of the newest epoch from its beginning. Lines that are
+    incomplete (because of a killed writer or a full disk) or contain no event are skipped. `skipped`: the number of these lines
+    in the last iteration.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -89,5 +89,5 @@ def read(run_dir: Path) -> Reader:
 
 
 def of_kind(events: Iterable[Event], kind: type[Kind]) -> list[Kind]:
-    """Return the events of one class, in the same order."""
+    """Return the events of one class, in their order."""
     return [event for event in events if isinstance(event, kind)]

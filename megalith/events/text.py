@@ -1,7 +1,7 @@
 """Conversion of events to lines of JSON and back, including events of other versions.
 
-A field that a log lacks gets its default, else the neutral value of its type: None, NaN, 0, "", an empty list or dict. A field that this
-version does not know is kept in `Event.extra`, and an event of an unknown kind is an `Unknown`.
+A field that a log lacks gets its default or, without a default, the empty value of its type (None, NaN, 0, "", an empty list or
+dict). A field that this version does not know is kept in `Event.extra`, and an event of an unknown kind is an `Unknown`.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,8 @@ _MISSING = object()
 _KINDS = Family(Event, key="type").classes
 
 _Reading = tuple[str, frozenset[type], Callable[[], object]]
-"""How a field is read: its name, the types that its JSON value may have, and a function that returns its value if it is missing."""
+"""How an event's field is read: its name, the types that its JSON value may have, and a function that returns its value if a log
+lacks it."""
 
 
 def _reading(one: Field[Any], hint: Any) -> _Reading:
@@ -52,8 +53,8 @@ _NAMES = {kind: frozenset(("type", *(name for name, _, _ in readings))) for kind
 def load(record: dict[str, Any]) -> Event | None:
     """Convert a JSON object to an event; None if it has no type or no time, or if a field's type does not match the class.
 
-    Types are checked one level deep. A log has a line for every step, so speed matters: pydantic takes five times as long, and the
-    `__init__` of a frozen dataclass twice as long.
+    Items of lists and dicts are not checked. Speed matters, because a log has a line for every step: pydantic takes five times as
+    long as this function, and the `__init__` of a frozen dataclass twice as long.
     """
     tag = record.get("type")
     if not isinstance(tag, str) or "time" not in record:

@@ -39,7 +39,8 @@ def _send(number: int) -> Callable[[Injection, RankInfo], None]:
 
 
 def _never_return(one: Injection, rank_info: RankInfo) -> None:
-    """Hang like a kernel that never ends: the process lives and its other threads reply, but the rank joins no collective."""
+    """Block the main thread, as a kernel that never ends does. Other threads still answer, but the rank joins no further
+    collective."""
     while True:
         time.sleep(1)  # Python handles a signal that arrives just before a sleep only after that sleep
 
@@ -63,13 +64,13 @@ def _tear_connections(one: Injection, rank_info: RankInfo) -> None:
 
 
 def _unplug(one: Injection, rank_info: RankInfo) -> None:
-    """Take this node's network interface down: messages in both directions are lost without an error."""
-    assert networks.find() is not None, "the interface is not the campaign's own, so others may need it"
+    """Take this node's network interface down, so that messages in both directions are lost without an error."""
+    assert networks.find() is not None, "the campaign did not create this network interface, so other processes may need it"
     link.take_down(networks.INTERFACE)
 
 
 def _lose_memory(rank_info: RankInfo, nodes: Sequence[str]) -> None:
-    """Delete the copies that nodes held in memory. The nodes are then present, with empty memory."""
+    """Delete the copies of the state in the memory of these nodes; the nodes themselves stay available."""
     if rank_info.memory is None:
         return
     for node in dict.fromkeys(nodes):
@@ -79,7 +80,6 @@ def _lose_memory(rank_info: RankInfo, nodes: Sequence[str]) -> None:
 
 
 def _lose_disk(rank_info: RankInfo, node: str) -> None:
-    """Delete the files that a node had on its disk."""
     if rank_info.disk is not None:
         shutil.rmtree(node_folder(rank_info.disk, node), ignore_errors=True)
 
@@ -89,14 +89,13 @@ def _checkpoints() -> Path:
 
 
 def _newest_checkpoint() -> list[Path]:
-    """The parts of the newest checkpoint, largest first."""
     steps = sorted(path for path in _checkpoints().glob("step-*") if path.name.removeprefix("step-").isdigit())
     return sorted(steps[-1].glob("rank-*"), key=lambda path: -path.stat().st_size) if steps else []
 
 
 def _freeze_others() -> None:
-    """Stop this machine's other ranks, until the supervisor kills them. Otherwise another rank could still finish a copy after the
-    memory was lost. Then a lost node would seem to be back, and damage to a checkpoint would stay hidden until the next fault."""
+    """Stop this machine's other ranks (SIGSTOP) until the supervisor kills them. Otherwise another rank could still complete a
+    copy in the memory that this fault deletes, and the state would be restored from that copy."""
     import psutil  # which only this needs
 
     for process in psutil.Process(os.getppid()).children():
@@ -106,7 +105,6 @@ def _freeze_others() -> None:
 
 
 def _lose_copies(rank_info: RankInfo) -> None:
-    """Delete all copies, so that only checkpoints are left."""
     _lose_memory(rank_info, rank_info.placement)
     for node in rank_info.placement:
         _lose_disk(rank_info, node)
@@ -134,7 +132,6 @@ def _alter_checkpoint(one: Injection, rank_info: RankInfo) -> None:
 
 
 def _lose_node(one: Injection, rank_info: RankInfo) -> None:
-    """The first of the node's ranks removes the node's folders; all its ranks die."""
     if rank_info.memory is not None and len(rank_info.placement) > 1:
         _freeze_others()
         _lose_disk(rank_info, rank_info.node)
@@ -143,15 +140,15 @@ def _lose_node(one: Injection, rank_info: RankInfo) -> None:
 
 
 def _lose_with_memory(one: Injection, rank_info: RankInfo) -> None:
-    """Also remove the memory of the other faulty ranks' nodes, because these ranks may be killed before they inject their own fault.
-    Disks keep their content, as when a node restarts."""
+    """Remove the copies in memory of all nodes in this fault, because another rank may be killed before it removes those of its
+    own node. Copies on disk stay, as when a node restarts."""
     _lose_memory(rank_info, [rank_info.node_of(rank) for rank in one.ranks])
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _alter_copy(one: Injection, rank_info: RankInfo) -> None:
-    """Flip a bit of each of this rank's own copies in its node's memory, then die: the state must come from a buddy, or from a slower
-    tier."""
+    """Flip a bit in each copy of this rank's state in its own node's memory, then die, so that the state must be restored from a
+    buddy or a slower tier."""
     from megalith.fleet.tiers import copies  # numpy, which only this needs
 
     assert rank_info.folder is not None and rank_info.key is not None, "no copies are kept in memory"
@@ -160,7 +157,7 @@ def _alter_copy(one: Injection, rank_info: RankInfo) -> None:
 
 
 def _fill_disk(one: Injection, rank_info: RankInfo) -> None:
-    """Fill the disk, so that the due checkpoint has no room. Only on a file system that the campaign made for checkpoints."""
+    """Fill the checkpoints' file system, which the campaign must have created, so that the next checkpoint has no room."""
     folder = _checkpoints()
     assert folder.is_mount(), f"{folder} is not a separate file system: filling it would harm other processes"
     block = bytes(1 << 16)
@@ -177,7 +174,7 @@ def make_room(*, but: int | None) -> None:
 
 
 def _kill_agent(one: Injection, rank_info: RankInfo) -> None:
-    """Kill the agent of this node's ranks: all these ranks die with the agent, and no process is left to report that."""
+    """Kill this node's agent. The node's ranks die with it, and no process is left to report their deaths."""
     assert rank_info.agent is not None, "no agent supervises this rank"
     os.kill(rank_info.agent, signal.SIGKILL)
     time.sleep(60)  # it takes this process along
@@ -210,6 +207,6 @@ ACTIONS: dict[str, Callable[[Injection, RankInfo], None]] = {
 
 
 def happen(one: Injection, rank_info: RankInfo) -> None:
-    """Inject a fault of processes, files or connections."""
+    """Inject a fault into a process, its files or its connections."""
     print(f"fault {one.number}: {one.kind} at step {one.step} ({one.moment})", flush=True)
     ACTIONS[one.kind](one, rank_info)

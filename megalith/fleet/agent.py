@@ -1,7 +1,7 @@
-"""The agent of one node: the agent starts and watches the node's ranks as the run's controller orders, and sends the node's heartbeat.
+"""The agent of one node: it starts and watches the node's ranks on the controller's orders, and sends the node's heartbeat.
 
-All messages go through an authenticated store (`fleet.secure`). An agent that cannot reach the store must assume that another node will
-get its place: it first ends its ranks, and then joins again.
+All messages go through an authenticated store (`fleet.secure`). If an agent cannot reach the store, another node may replace its
+node, so the agent first ends its ranks and then joins again.
 """
 
 import json
@@ -40,10 +40,10 @@ PIECES: TypeAdapter[list[Piece]] = TypeAdapter(list[Piece])
 
 
 class Agent:
-    """The agent of a node. `order`: the engine's number for the node, which orders the first places. `store` and `beating` are two
-    connections to one store, so that a wait on one does not stop the heartbeat. If the store is not reached for `seconds`, a thread
-    calls `cut_off`, which should end the process at once, because a call to the store may never return. `pieces` returns the copies
-    that this node holds.
+    """The agent of a node. `order`: the launcher's number of the node; nodes get their first ranks in this order. `store` and
+    `beating`: two connections to one store, so that a wait on the first does not delay heartbeats on the second. `cut_off` is
+    called by a thread if the store is not reached for `seconds`; it must end the process, because a call to the store may never
+    return. `pieces` returns the copies of the state on this node.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Agent:
         self._done = threading.Event()
 
     def run(self) -> int:
-        """Serve until the controller ends the run; return the exit status that it sends."""
+        """Carry out orders until the controller ends the run; return the exit status that the controller sends."""
         self._nodes.warm()  # before it joins: ranks of a node that is there start at once
         try:
             self._join()
@@ -79,7 +79,7 @@ class Agent:
                 self._start()
                 self._tell_what_happened()
         except RuntimeError as error:  # the store is away
-            self._lose_contact(f"the store no longer answers: {error}")
+            self._lose_contact(f"the run's store no longer answers: {error}")
         finally:
             self._done.set()
         self._nodes.close(forget=False)
@@ -93,8 +93,8 @@ class Agent:
         self._reached = time.monotonic()
 
     def take_requests(self) -> None:
-        """Treat SIGTERM, SIGUSR1, SIGINT and SIGHUP (unless it is ignored) as a sign that the scheduler takes this node away. Must be
-        called in the main thread."""
+        """From now on, report to the controller on SIGTERM, SIGUSR1, SIGINT or SIGHUP (unless ignored) that the scheduler takes
+        this node away. Call this in the main thread."""
 
         def note(number: int, frame: FrameType | None) -> None:
             self._asked_to_go = True
@@ -108,7 +108,6 @@ class Agent:
             self._cut_off(why)
 
     def _take(self, order: dict[str, Any]) -> None:
-        """Obey an order; drop, count and report an unreadable one."""
         try:
             what = self._read(order)
         except (ValueError, TypeError) as error:
@@ -117,7 +116,6 @@ class Agent:
             self._obey(order | what)
 
     def _read(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Decode an order. Raises ValueError for an unknown order."""
         match order:
             case {"start": generation}:
                 return {"start": GENERATION.validate_python(generation)}
@@ -130,7 +128,7 @@ class Agent:
                 return {}
             case {"forget": True} | {"check": True} if "leave" not in order:
                 return {}
-        raise ValueError(f"an order that this agent does not know: {order}")
+        raise ValueError(f"this agent does not know the order {order}")
 
     def _obey(self, order: dict[str, Any]) -> None:
         match order:
@@ -157,7 +155,6 @@ class Agent:
                 self._nodes.check(self._name)
 
     def _start(self) -> None:
-        """Start the ranks of an order, retrying while their rendezvous file cannot be written."""
         if self._ordered is None or time.monotonic() < self._start_at:
             return
         self._generation, self._forked = self._ordered.name, frozenset()
@@ -174,7 +171,7 @@ class Agent:
     def _unstarted(self) -> Failure:
         if self._ordered is None:
             return self._nodes.unstarted()
-        reason = "could not write the address at which the ranks meet"
+        reason = "could not write the rendezvous file, which tells ranks where to connect"
         return Failure(None, reason, "", "", self._nodes.log(0), time.time(), ExitCode.LOST)
 
     def _answer(self, key: str, value: Any) -> None:
@@ -202,25 +199,25 @@ class Agent:
         self._answers.put({"generation": self._generation, **what})
 
     def _show_life(self) -> None:
-        """Write this node's heartbeat and the last state of its ranks, in a separate thread, so that a busy main thread does not delay
-        the heartbeat."""
+        """Write this node's heartbeat and those of its ranks to the store. A separate thread does this, so that a busy main
+        thread does not delay heartbeats."""
         count = 0
         while not self._done.wait(min(self._seconds / BEATS, BEAT_SECONDS)):
             count += 1
             try:
                 self._beating.set(messages.beat_key(self._member), json.dumps({"count": count, **self._life}))
                 if self._beating.check([messages.expelled_key(self._member)]):
-                    self._lose_contact("this node was declared lost: its heartbeats did not arrive in time")
+                    self._lose_contact("the controller declared this node lost, because its heartbeats did not arrive in time")
             except RuntimeError:
                 continue  # the thread that watches the contact decides how long that may go on
             self._reached = time.monotonic()
 
     def _watch_contact(self) -> None:
-        """Loop of a thread that ends this node's ranks when the store has not been reached for too long. A call to the store may never
-        return."""
+        """End this node's ranks if the store is not reached for too long. A separate thread checks this, because a call to the
+        store may never return."""
         while not self._done.wait(min(self._seconds / BEATS, BEAT_SECONDS)):
             if time.monotonic() - self._reached > self._seconds:
-                self._lose_contact(f"the store was not reached for {self._seconds:g} s")
+                self._lose_contact(f"the run's store was not reached for {self._seconds:g} s")
 
 
 def _record(what: Exit | Failure | Observation) -> dict[str, Any]:

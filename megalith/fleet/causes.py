@@ -1,6 +1,6 @@
-"""Finds the reasons why ranks ended, and the rank that failed first. When one rank fails, the others fail as a consequence: their
-connections break, their collectives time out. The user must see the first cause, so an error that only reports a lost peer never hides
-another error.
+"""Finds out why ranks ended, and which rank failed first. When one rank fails, others fail as a consequence, because their
+connections break or their collectives time out. The user must see the first cause, so an error that only reports a lost peer is
+never preferred to another error.
 """
 
 import json
@@ -15,7 +15,7 @@ from megalith.fleet.evidence import tail
 from megalith.fleet.exit_codes import ORDERLY, ExitCode
 
 SECONDARY_TYPES = frozenset({"DistNetworkError", "DistStoreError", "DistBackendError", "DistQueueEmptyError", "StoreGone"})
-"""Exceptions that torch.distributed and Megalith's own store raise when another rank or the store is gone."""
+"""Names of exceptions that torch.distributed and Megalith's store raise when another rank or the store is gone."""
 
 SECONDARY_TEXTS = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)"  # gloo, sockets: "Connection closed by peer"
@@ -27,7 +27,7 @@ SECONDARY_TEXTS = re.compile(
     r"|collective operation timeout|failed to recv, got 0 bytes|recvValue failed",
     re.IGNORECASE,
 )
-"""Error messages of ranks that lost a peer."""
+"""Pattern of error messages of ranks that lost a peer."""
 
 DEVICE_FAULTS = re.compile(
     r"uncorrectable ECC error"  # cudaErrorECCUncorrectable
@@ -36,17 +36,18 @@ DEVICE_FAULTS = re.compile(
     r"|GPU is lost|fallen off the bus",  # NVML_ERROR_GPU_IS_LOST, and what it means
     re.IGNORECASE,
 )
-"""Error messages that blame the device, according to NVIDIA's CUDA Runtime and NVML references.
+"""Pattern of error messages that report a fault of the device, according to NVIDIA's CUDA Runtime and NVML references.
 
-An unspecified launch failure, a hardware stack error and an illegal memory access are left out, because these references name program
-errors as their common cause. NCCL's ncclUnhandledCudaError only states that CUDA failed, and its text quotes CUDA's own error.
+An unspecified launch failure, a hardware stack error and an illegal memory access are left out, because according to these
+references, bugs in a program usually cause them. NCCL's ncclUnhandledCudaError is also left out, because its text quotes the CUDA
+error.
 """
 
 
 @dataclass(frozen=True)
 class Exit:
-    """The end of one rank's process. `code` as in `subprocess`: an exit status, or a negative signal number. `time`: seconds since the
-    epoch."""
+    """The end of one rank's process. `code`: an exit status, or a negative signal number, as in `subprocess`. `time`: seconds
+    since the epoch."""
 
     rank: int
     code: int
@@ -54,15 +55,15 @@ class Exit:
 
     @property
     def orderly(self) -> bool:
-        """True if the rank ended as agreed with the others."""
+        """True if the rank ended without a failure, together with the others."""
         return self.code in ORDERLY
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A process that failed. `rank` None: the fork server. `error`: the Python error in one line; empty if there was none. `traceback`:
-    the evidence (the Python traceback, or the last lines of the log). `code`: the run's exit status that the failure asks for.
-    `status`: how the process ended, as in `Exit`. `hardware`: a device reported its own fault.
+    """A process that failed. `rank` None: the fork server. `error`: the Python error in one line; empty if there was none.
+    `traceback`: the Python traceback, or the last lines of the log. `code`: exit status that the run should have after this
+    failure. `status`: exit status or negative signal number of the process. `hardware`: a device reported a fault of its own.
     """
 
     rank: int | None
@@ -108,7 +109,7 @@ def signal_name(number: int) -> str:
 
 
 def is_device_fault(text: str) -> bool:
-    """True if an error message blames the device."""
+    """True if an error message reports a fault of the device."""
     return DEVICE_FAULTS.search(text) is not None
 
 
@@ -120,7 +121,8 @@ def is_secondary(type_name: str, text: str) -> bool:
 
 
 def status(error: BaseException) -> int:
-    """Return the exit status for an exception: its own, if it has one; LOST if another rank or storage was lost; else FAILED."""
+    """Return the exit status for an exception: the one that it carries; else LOST, if another rank or storage was lost; else
+    FAILED."""
     code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", None)
     if code is None and isinstance(error, SystemExit):
         return ExitCode.FINISHED
@@ -140,8 +142,8 @@ def read_error(path: Path) -> RankError | None:
 def describe(end: Exit, *, error: RankError | None, log: Path, output: str, phase: str, oom_kills: int) -> Failure:
     """Classify a rank's abnormal end.
 
-    `output`: the rank's output. `phase`: that of its last heartbeat. `oom_kills`: how many processes the kernel's out-of-memory killer
-    ended meanwhile.
+    `output`: the rank's output. `phase`: the phase in the rank's last heartbeat. `oom_kills`: how many processes the kernel's
+    out-of-memory killer ended while the ranks ran.
     """
     if error is not None:
         reason = f"raised {error.type} in phase `{error.phase}`"
@@ -156,9 +158,9 @@ def describe(end: Exit, *, error: RankError | None, log: Path, output: str, phas
     reason = f"killed by {signal_name(-end.code)} in phase `{phase}`"
     if end.code == -signal.SIGKILL:
         reason += (
-            f" (out of memory: the kernel ended {oom_kills} process{'es' * (oom_kills > 1)} for it meanwhile)"
+            f" (out of memory: the kernel's out-of-memory killer ended {oom_kills} process{'es' * (oom_kills > 1)} during this time)"
             if oom_kills
-            else " (out of memory? the kernel counted no such kill meanwhile, so rather kill -9 from outside)"
+            else " (probably `kill -9` by another process: the kernel's out-of-memory killer ended no process during this time)"
         )
     # A C++ thread of gloo or NCCL that loses its peer ends the process with SIGABRT; the text is in the log only.
     secondary = end.code == -signal.SIGABRT and is_secondary("", evidence)
@@ -166,8 +168,8 @@ def describe(end: Exit, *, error: RankError | None, log: Path, output: str, phas
 
 
 def first(failures: Iterable[Failure]) -> Failure | None:
-    """Return the first cause: the earliest failure that is not a consequence of another; the earliest of all if every failure is
-    one."""
+    """Return the first cause: the earliest failure that is not a consequence of another one; if all are consequences, the
+    earliest of them."""
     return min(failures, key=lambda failure: (failure.secondary, failure.time), default=None)
 
 

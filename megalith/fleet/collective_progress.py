@@ -1,6 +1,6 @@
-"""Progress of each rank in the collectives of its groups, which shows the rank that the others wait for. The signal that requests a
-rank's stack also requests this progress. A separate thread answers, because the main thread may be in a call that never returns. A
-stopped process does not answer.
+"""Number of collectives that each rank has begun in each of its process groups, which shows the rank that the others wait for. A
+rank writes these numbers to its log on the signal that requests its stack. A separate thread writes them, because the main thread
+may be in a call that never returns. A stopped process (SIGSTOP) writes nothing.
 """
 
 import json
@@ -8,17 +8,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 PREFIX = "==== stands at "
-"""Prefix of the line in which a rank answers, in its log."""
+"""Prefix of the line in a rank's log that states its progress."""
 
 
 def line(begun: Mapping[str, int], recorded: Sequence[str]) -> str:
-    """Return the line with a rank's answer. `begun`: collectives begun in each group, by its name; `recorded`: the last ones, as
-    text."""
+    """Return the log line that states a rank's progress. `begun`: number of collectives begun in each group, by the group's name;
+    `recorded`: descriptions of the last collectives."""
     return f"\n{PREFIX}{json.dumps({'begun': dict(begun), 'recorded': list(recorded)})}\n"
 
 
 def read(log: str) -> tuple[dict[str, int], tuple[str, ...]]:
-    """Return the last complete answer in a rank's output; empty if the output has no answer."""
+    """Return (begun, recorded) from the last line in a rank's log that states its progress; both are empty if there is none."""
     text = log.rpartition(PREFIX)[2].partition("\n")[0] if PREFIX in log else ""
     try:
         found: dict[str, Any] = json.loads(text)
@@ -28,14 +28,14 @@ def read(log: str) -> tuple[dict[str, int], tuple[str, ...]]:
 
 
 def without(log: str) -> str:
-    """Return a rank's output without its answers."""
+    """Return a rank's log without the lines that state its progress."""
     return "\n".join(text for text in log.split("\n") if not text.startswith(PREFIX))
 
 
 def behind(begun: Mapping[int, Mapping[str, int]]) -> dict[int, str]:
-    """Return the late ranks, with reasons: others wait for them in some group, but they wait for no rank. `begun`: the counts of each
-    rank that answered. A rank waits for a member of its group that has begun fewer collectives. Empty if all have begun equally many,
-    because the counts then do not show a late rank.
+    """Return the late ranks, each with the reason: in some group other ranks wait for it, but it waits for no rank itself. A rank
+    waits for the members of a group that have begun fewer collectives than it has. `begun`: for each rank that wrote its
+    progress, the collectives begun in each group. If all numbers are equal, they show no late rank, and the result is empty.
     """
     groups: dict[str, dict[int, int]] = {}
     for rank, numbers in begun.items():
@@ -49,5 +49,7 @@ def behind(begun: Mapping[int, Mapping[str, int]]) -> dict[int, str]:
             if number > least:
                 waiting.add(rank)
             if number < most:
-                late.setdefault(rank, f"it has begun {number} collectives in group {group}, but another rank has begun {most}")
+                late.setdefault(
+                    rank, f"the rank has begun {number} collectives in group {group}, but another rank has begun {most}"
+                )
     return {rank: reason for rank, reason in late.items() if rank not in waiting}

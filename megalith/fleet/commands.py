@@ -1,4 +1,4 @@
-"""Commands and notes in the policy's decisions: plain values that can be stored as JSON."""
+"""Commands and notes of which the recovery policy's decisions consist: plain values that can be stored as JSON."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -9,22 +9,24 @@ from megalith.tagged import Family
 
 @dataclass(frozen=True)
 class Command:
-    """Base of all commands. The process that runs or simulates the ranks obeys commands in order."""
+    """Base of all commands. Base of the commands in a decision. The process that runs or simulates the ranks carries them out in
+    order."""
 
     kind: ClassVar[str] = ""
 
 
 @dataclass(frozen=True)
 class Note:
-    """Base of the notes in a decision. A note takes effect through the placement and the source of the next start."""
+    """Base of the notes in a decision. A note requires no action; the placement and source of the next start already reflect
+    it."""
 
     kind: ClassVar[str] = ""
 
 
 @dataclass(frozen=True)
 class RerunStep(Command):
-    """Compute this step again in the same processes, from their current state. `ask_another`: a replica computes the step as well. In a
-    live run, the ranks have already begun this."""
+    """Compute the same step again in the running processes, from their current state. `ask_another`: a replica computes the step
+    too. In a live run, the ranks have repeated the step before the controller learns of it."""
 
     step: int
     ask_another: bool = True
@@ -33,7 +35,7 @@ class RerunStep(Command):
 
 @dataclass(frozen=True)
 class Restart(Command):
-    """End all ranks, wait, and start a new generation on `placement` (the node of each slot) from `source`."""
+    """End all ranks, wait, and start all ranks again on `placement` (the node of each slot) from the copy `source`."""
 
     source: Source
     placement: tuple[str, ...]
@@ -43,7 +45,7 @@ class Restart(Command):
 
 @dataclass(frozen=True)
 class Replace(Note):
-    """Give a slot to another node. The slot's ranks, and so the arithmetic, stay the same."""
+    """Assign a slot to another node. The slot keeps its ranks, so results do not change."""
 
     slot: int
     node: str
@@ -53,7 +55,7 @@ class Replace(Note):
 
 @dataclass(frozen=True)
 class RollBack(Note):
-    """Forbid the use of copies that are newer than `source`."""
+    """Never restore copies of the state that are newer than `source`."""
 
     source: Source
     because: str
@@ -80,8 +82,8 @@ class CheckHealth(Command):
 
 @dataclass(frozen=True)
 class QuarantineCopy(Command):
-    """Mark a copy of the state as unusable, so that it is never restored. A copy in memory or on a node's disk is also set aside for
-    inspection. A checkpoint in the store stays in its place until that step is saved again. `slot` None: all pieces."""
+    """Mark a copy of the state as unusable, so that it is never restored. A copy in memory or on a node's disk is also renamed,
+    for inspection. A checkpoint in the store stays until a checkpoint of that step is saved again. `slot` None: all pieces."""
 
     tier: Tier
     step: int
@@ -91,7 +93,7 @@ class QuarantineCopy(Command):
 
 @dataclass(frozen=True)
 class Wait(Command):
-    """End all ranks, keep the copies in memory, and wait for a node for at most `seconds`."""
+    """End all ranks, keep the copies of the state in memory, and wait at most `seconds` for a node to join."""
 
     seconds: float
     slots: tuple[int, ...]
@@ -100,7 +102,8 @@ class Wait(Command):
 
 @dataclass(frozen=True)
 class Shrink(Command):
-    """Continue under the fallback plan on the remaining nodes. The results are no longer bitwise those of the run's own plan."""
+    """Continue under the fallback plan on the remaining nodes. The results are no longer bitwise equal to those of the run's own
+    plan."""
 
     source: Source
     nodes: tuple[str, ...]
@@ -109,7 +112,7 @@ class Shrink(Command):
 
 @dataclass(frozen=True)
 class Grow(Command):
-    """Enough nodes are available again: start a generation under the run's own plan."""
+    """Continue under the run's own plan, because enough nodes are available again."""
 
     source: Source
     placement: tuple[str, ...]
@@ -118,7 +121,7 @@ class Grow(Command):
 
 @dataclass(frozen=True)
 class SaveState(Command):
-    """Order all ranks to stop together at the end of this step, and to save the state, within `seconds`."""
+    """Order all ranks to save the state at the end of this step and to exit, within `seconds`."""
 
     seconds: float
     kind: ClassVar[str] = "save_state"
@@ -126,14 +129,14 @@ class SaveState(Command):
 
 @dataclass(frozen=True)
 class EndInOrder(Command):
-    """End the run as a signal to stop would: the ranks finish this step, save, and exit."""
+    """End the run as on SIGTERM: all ranks finish this step, save the state, and exit."""
 
     kind: ClassVar[str] = "end_in_order"
 
 
 @dataclass(frozen=True)
 class SkipTier(Command):
-    """Stop saving to a tier (`skip` False: save to it again), and notify a person."""
+    """Stop saving copies to a tier (`skip` False: resume saving), and notify a person."""
 
     tier: Tier
     skip: bool

@@ -1,4 +1,4 @@
-"""This process's place among the ranks of a run, read from the environment variables that its launcher set."""
+"""Finds this process's rank and rendezvous from the environment variables that its launcher set."""
 
 import os
 import re
@@ -7,21 +7,22 @@ from dataclasses import dataclass
 from typing import Literal
 
 MEETING = "MEGALITH_MEETING"
-"""Variable with the store of a run in progress, "tcp://HOST:PORT". An agent with this variable joins that run, regardless of other
-settings."""
+"""Environment variable with the address of a running run's store, "tcp://HOST:PORT". An agent with this variable joins that run,
+whatever its other variables are."""
 
 FIRST_PORT, PORTS = 15_000, 15_000  # below the range from which Linux hands out ports for outgoing connections
 
 
 @dataclass(frozen=True)
 class Place:
-    """One rank of `world`: number `local_rank` of the `local_world` ranks on its machine. `store` is the address of the ranks'
-    rendezvous: "file://PATH" (a FileStore; PATH is used unchanged), "megalith://HOST:PORT" (the authenticated store of a run with
-    agents) or "tcp://HOST:PORT" (a TCPStore, which this rank must serve itself if `serves`). Every key must be prefixed with
-    `generation`: under torchrun the agent's store outlives the ranks, so restarted ranks would read the addresses of dead ranks under
-    gloo and never connect (torch 2.15 reuses the store and no longer adds its own prefix). `generation` None: the ranks must agree on a
-    name (`rendezvous.agree`), because their launcher gives them no number that is equal on all machines and new at every start.
-    `engine_serves`: the launcher serves the store, which may still hold keys of earlier starts.
+    """A rank among the `world` ranks of a run, with its number among the `local_world` ranks of its machine. `store` is the
+    address of the ranks' rendezvous: "file://PATH" (a FileStore; PATH is used unchanged), "megalith://HOST:PORT" (the
+    authenticated store of a run with agents) or "tcp://HOST:PORT" (a TCPStore, which this rank serves itself if `serves`). Every
+    key must be prefixed with `generation`, because under torchrun the store outlives the ranks: with gloo, restarted ranks would
+    otherwise read the addresses of dead ranks and never connect (torch 2.15 reuses the store and no longer adds a prefix).
+    `generation` None: the launcher provides no number that is equal on all machines and new at every start, so the ranks must
+    agree on a name (`rendezvous.agree`). `engine_serves`: the launcher serves the store, which may still contain keys of earlier
+    starts.
     """
 
     rank: int
@@ -36,12 +37,13 @@ class Place:
 
 
 def find(environment: Mapping[str, str] = os.environ, *, alone: bool = False) -> Place | None:
-    """The place that our own supervisor, torchrun, Slurm's `srun` or a launcher that sets RANK gave this process.
+    """Return the place of this process if it was started as a rank by Megalith's supervisor, torchrun, Slurm's `srun` or a
+    launcher that sets RANK.
 
-    None: no launcher started this process as a rank, so it may start ranks. That includes a batch script of Slurm's and, unless
-    `alone`, a step of one task and a world of one in plain variables, which are machines to run on rather than ranks. An agent is
-    one process of each machine, so its world of one is a place (`alone`).
-    Raises ValueError if the environment is incomplete: otherwise each such process would train alone.
+    None: the process is not a rank, so it may start ranks. The result is also None in a Slurm batch script and, unless `alone`,
+    if the launcher started only one process, which may then start ranks itself. `alone`: a single process is also a rank, as an
+    agent on a single machine is. Raises ValueError if the environment is incomplete, because each process would otherwise train
+    alone.
     """
     if "MEGALITH_STORE" in environment:
         return _local(environment)
@@ -55,28 +57,29 @@ def find(environment: Mapping[str, str] = os.environ, *, alone: bool = False) ->
 
 
 def _require(environment: Mapping[str, str], launcher: str, *names: str) -> None:
-    """Raise ValueError with all variables that are missing, or that are not numbers but must be."""
     problems = [f"{name} is not set" for name in names if name not in environment]
     numbers = [name for name in names if name not in ("MASTER_ADDR", "MEGALITH_GENERATION")]
     problems += [f"{name}={environment[name]} is not a number" for name in numbers if not environment.get(name, "0").isdecimal()]
     if problems:
         raise ValueError(
-            f"the environment looks like that of {launcher}, but {', '.join(problems)}. "
-            f"Start the ranks with {launcher}, or unset its variables to start them from here"
+            f"some environment variables are those of {launcher}, but {', '.join(problems)}. "
+            f"Start the ranks with {launcher}, or unset these variables to let this command start the ranks"
         )
 
 
 def _checked(place: Place) -> Place:
     problems = []
     if not place.rank < place.world:
-        problems.append(f"rank {place.rank} is not below the {place.world} ranks of the world")
+        problems.append(f"rank {place.rank} does not exist in a run of {place.world} ranks")
     if not place.local_rank < place.local_world:
-        problems.append(f"local rank {place.local_rank} is not below the {place.local_world} ranks of this machine")
+        problems.append(f"local rank {place.local_rank} does not exist on a machine with {place.local_world} ranks")
     if place.local_world > place.world:
-        problems.append(f"{place.local_world} ranks on this machine are more than the {place.world} ranks of the world")
+        problems.append(f"this machine has {place.local_world} ranks, but the whole run has only {place.world}")
     if problems:
         reason = "; ".join(problems)
-        raise ValueError(f"the environment ({place.kind}) contradicts itself: {reason}. Unset its variables or correct them")
+        raise ValueError(
+            f"the environment variables of the launcher ({place.kind}) contradict each other: {reason}. Unset or correct them"
+        )
     return place
 
 
@@ -89,8 +92,8 @@ def _local(environment: Mapping[str, str]) -> Place:
 
 
 def _torchrun(environment: Mapping[str, str]) -> Place:
-    """Ranks of TorchElastic. The agent of TorchElastic serves the store, unless a variable says otherwise. TORCHELASTIC_RESTART_COUNT
-    is the agent's own count, which may differ between machines after a restart. So no generation can be read here.
+    """Return the place of a rank of TorchElastic, whose agent serves the store if TORCHELASTIC_USE_AGENT_STORE is True. The place
+    has no generation, because TORCHELASTIC_RESTART_COUNT may differ between machines.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     _require(environment, "torchrun", *names, "MASTER_ADDR", "MASTER_PORT")
@@ -101,7 +104,7 @@ def _torchrun(environment: Mapping[str, str]) -> Place:
 
 
 def _variables(environment: Mapping[str, str], *, alone: bool) -> Place | None:
-    """Ranks whose launcher sets the variables of torch's `env://` itself, such as the operators of Kubernetes."""
+    """Return the place of a rank whose launcher sets the variables of torch's `env://`, as Kubernetes operators do."""
     if not alone and environment.get("WORLD_SIZE") == "1" and environment.get("RANK", "0") == "0":
         return None
     local = [name for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE") if name in environment]
@@ -118,7 +121,8 @@ def _tcp(environment: Mapping[str, str]) -> str:
 
 
 def _slurm(environment: Mapping[str, str], *, alone: bool) -> Place | None:
-    """Tasks of one `srun`. They meet on the first machine of the step, at a port that follows from the job and step."""
+    """Return the place of a task of `srun`. The rendezvous is on the first machine of the Slurm step, at a port computed from the
+    numbers of job and step."""
     tasks_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
     names = ("SLURM_PROCID", tasks_name, "SLURM_LOCALID", "SLURM_NODEID", "SLURM_JOB_ID", "SLURM_STEP_ID")
     _require(environment, "srun", *names)
@@ -144,7 +148,8 @@ def _either(environment: Mapping[str, str], first: str, second: str) -> str:
 
 
 def expand_tasks(text: str) -> list[int]:
-    """Return the number of tasks on each machine from Slurm's short form: "4(x2),3" is [4, 4, 3]. Raises ValueError for other forms."""
+    """Return the number of tasks on each machine from Slurm's short form, in which "4(x2),3" means [4, 4, 3]. Raises ValueError
+    for other text."""
     tasks: list[int] = []
     for item in text.split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())
@@ -155,15 +160,14 @@ def expand_tasks(text: str) -> list[int]:
 
 
 def expand_nodes(text: str) -> list[str]:
-    """The machines of a Slurm node list, in order: "node[01-03,07],gpu5" is node01, node02, node03, node07, gpu5.
-
-    A name may have several brackets (the last one varies fastest); leading zeros give the width. Raises ValueError for other forms.
+    """Return the machines of a Slurm node list, in order: "node[01-03,07],gpu5" means node01, node02, node03, node07, gpu5. A
+    name may have several brackets, of which the last varies fastest. Numbers keep their leading zeros. Raises ValueError for
+    other text.
     """
     return [name for item in _split(text) for name in _expand(item, text)]
 
 
 def _split(text: str) -> list[str]:
-    """Split a text at the commas outside brackets."""
     items = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
     if not items or ",".join(items) != text:
         raise ValueError(f"{text!r} is not a node list in Slurm's form. Use a form such as node[01-03,07],gpu5")

@@ -1,4 +1,4 @@
-"""Evidence about a rank: the end of its output, the stacks that it wrote on request, and the kernel's view of its process."""
+"""Evidence about a rank: the end of its output, the stacks that it wrote on request, and the kernel's data about its process."""
 
 import contextlib
 import re
@@ -13,7 +13,7 @@ STACKS = signal.SIGUSR2
 """Signal that makes a Megalith process write the stack of every thread into its log; SIGTERM and SIGUSR1 mean "save and stop"."""
 
 POLLING = frozenset({"gloo_tcp_loop"})
-"""Names of threads that poll for work; gloo has one such thread for every group of ranks."""
+"""Names of threads that poll for work all the time; gloo has such a thread for every process group."""
 
 PROC = Path("/proc")
 TAIL_LINES = 15
@@ -29,7 +29,7 @@ def tail(text: str) -> str:
 
 
 def size(path: Path) -> int:
-    """Bytes of a file; 0 if it is missing or not visible."""
+    """Size of a file in bytes; 0 if it is missing or cannot be accessed."""
     try:
         return path.stat().st_size
     except OSError:
@@ -37,7 +37,7 @@ def size(path: Path) -> int:
 
 
 def read_from(path: Path, offset: int) -> str:
-    """A file's text from an offset on; empty if it is missing or unreadable."""
+    """Text of a file from byte `offset` on; empty if the file is missing or unreadable."""
     try:
         with path.open("rb") as file:
             file.seek(offset)
@@ -47,14 +47,14 @@ def read_from(path: Path, offset: int) -> str:
 
 
 def output(log: Path, generation: str) -> str:
-    """The end of a rank's output in this generation: everything after its header line, at most 64 KiB."""
+    """The last part, at most 64 KiB, of a rank's output after the header line of this generation."""
     text = read_from(log, max(0, size(log) - _LOG_BYTES))
     _, found, rest = text.rpartition(f"generation {generation}:")
     return rest.partition("\n")[2] if found else text
 
 
 def is_stopped(process: int | None) -> bool:
-    """True if the kernel says that a process is stopped (SIGSTOP, or a debugger)."""
+    """True if a process is stopped, by SIGSTOP or a debugger."""
     if process is None:
         return False
     try:
@@ -65,9 +65,9 @@ def is_stopped(process: int | None) -> bool:
 
 
 def queued(process: int) -> float:
-    """Return the seconds for which a process's threads were ready to run but had no processor; 0 if not reported by the kernel. Threads
-    that poll a hundred times a second do not count: a rank has about twenty of them, and they would make any hang on a busy machine
-    look like starvation.
+    """Return the seconds for which a process's threads were ready to run but had no processor; 0 if not reported by the kernel.
+    Threads that poll a hundred times per second do not count: a rank has about twenty such threads, and with them every hang on a
+    busy machine would look like a lack of processors.
     """
     nanoseconds = 0
     for task in (PROC / str(process) / "task").glob("*"):
@@ -85,10 +85,11 @@ def dumps(
     seconds: float,
     waited: Callable[[], Mapping[int, float]] = dict,
 ) -> dict[int, str]:
-    """Ask processes for their stacks, wait until the `able` processes have written them to their logs, and read all stacks. A rank of a
-    training run also writes its position, a moment later; other processes do not, so the wait for it is short. `waited` returns the
-    seconds for which each process has waited for a processor. This time does not count towards the limit: a rank that cannot run cannot
-    answer, and would be blamed for another rank's hang.
+    """Ask processes for their stacks, wait until the `able` processes have written them to their logs, and read all stacks. A
+    rank that trains also writes its progress in collectives soon after its stack; the wait for this is short, because other
+    processes do not write it. `waited` returns the seconds for which each process has waited for a processor. This waiting time
+    does not count towards the limit `seconds`, because a rank without a processor cannot answer and would be blamed for another
+    rank's hang.
     """
     before = {rank: size(log) for rank, log in logs.items()}
     expected, clock = list(able), _ProcessorClock(waited)
@@ -110,8 +111,8 @@ def dumps(
 
 
 class _ProcessorClock:
-    """A clock of the seconds since its creation, without the time for which the most starved process waited for a processor. At least
-    1/MAX_STARVED of the time counts."""
+    """A clock that does not count the time for which a process waited for a processor, taken from the process that waited
+    longest. At least 1/MAX_STARVED of the real time is counted."""
 
     def __init__(self, waited: Callable[[], Mapping[int, float]]) -> None:
         self._waited, self._before, self._begun = waited, waited(), time.monotonic()
@@ -123,14 +124,15 @@ class _ProcessorClock:
 
 
 def main_stack(dump: str) -> str:
-    """Return the main thread's innermost calls in a dump by `faulthandler`, which lists the main thread last, and the innermost call
-    first."""
+    """Return the innermost calls of the main thread from a dump of `faulthandler`. A dump lists the main thread last, and a
+    thread's innermost call first."""
     sections = re.split(r"(?m)^(?=(?:Current thread|Thread) 0x|Stack \(most recent)", collective_progress.without(dump))
     return "\n".join(sections[-1].strip().splitlines()[:TAIL_LINES])
 
 
 def oom_kills() -> int:
-    """Return how many processes the out-of-memory killer has ended since boot; 0 if the kernel does not report it."""
+    """Return how many processes the kernel's out-of-memory killer has ended since boot; 0 if the kernel does not report the
+    number."""
     try:
         lines = Path("/proc/vmstat").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -5,7 +5,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Exit status of `megalith train` and of each rank. For a rank killed by a signal, which has no exit status, the supervisor uses
+    """Exit status of `megalith train` and of each rank. A rank that a signal killed has no exit status, so the supervisor uses
     LOST."""
 
     FINISHED = 0
@@ -20,7 +20,8 @@ class ExitCode(IntEnum):
 
 @dataclass(frozen=True)
 class Meaning:
-    """`text` is for people. `retry` is for schedulers: True if the same command, unchanged, can make progress."""
+    """`text` is for people. `retry` is for schedulers: True if the same command can make progress when it is run again
+    unchanged."""
 
     text: str
     retry: bool
@@ -28,27 +29,27 @@ class Meaning:
 
 MEANINGS: dict[ExitCode, Meaning] = {
     ExitCode.FINISHED: Meaning("every step was done", retry=False),
-    ExitCode.FAILED: Meaning("the program raised an error; the same command would most likely raise it again", retry=False),
-    ExitCode.BAD_SPECIFICATION: Meaning("the run's description is wrong; nothing was started", retry=False),
+    ExitCode.FAILED: Meaning("the program raised an error, which the same command would most likely raise again", retry=False),
+    ExitCode.BAD_SPECIFICATION: Meaning("the run file or an option is wrong; nothing was started", retry=False),
     ExitCode.LOST: Meaning(
         "a process was killed or stopped responding, or storage was lost; the newest checkpoint is intact", retry=True
     ),
-    ExitCode.STOPPED: Meaning("a signal asked to stop and the state was saved; the same command resumes the run", retry=True),
+    ExitCode.STOPPED: Meaning("a signal requested a stop, and the state was saved; the same command resumes the run", retry=True),
     ExitCode.REPORTED: Meaning(
-        "a rank detected a fault and reported it (`ranks/reports`, events of kind `incident`)", retry=True
+        "a rank detected a fault and reported it in `ranks/reports` and in events of kind `incident`", retry=True
     ),
     ExitCode.INTERRUPTED: Meaning(
-        "a second interrupt ended the run at once; steps since the newest checkpoint are lost", retry=True
+        "a second Ctrl-C ended the run at once; the steps since the newest checkpoint are lost", retry=True
     ),
     ExitCode.TERMINATED: Meaning(
-        "a stop was requested while no ranks could save, because they were starting or the run waited for a node", retry=True
+        "a stop was requested, but no rank could save, because the ranks were starting or the run waited for a node", retry=True
     ),
 }
 
 ORDERLY = frozenset({ExitCode.FINISHED, ExitCode.STOPPED})
-"""Exit statuses of a rank that ended as agreed with the others, without a failure."""
+"""Exit statuses of a rank that ended without a failure, together with the others."""
 
 
 def retryable(code: int) -> bool:
-    """True if a scheduler may run the same command again; False for a status that is not in the table (a program's own)."""
+    """True if a scheduler may run the same command again; False if MEANINGS does not have the status."""
     return code in MEANINGS and MEANINGS[ExitCode(code)].retry

@@ -1,13 +1,13 @@
-"""The fork server, and its client in the supervisor. The server imports the modules of all ranks once, then forks ranks in
-milliseconds, reaps them, and reports their ends. It stays safe to fork: one thread, no process group, no store, no accelerator context.
-A fork of any other process inherits locks that are never released and lacks its threads. Commands come on standard input and reports go
-to standard output, one JSON object a line:
+"""The fork server, and its client in the supervisor. The server imports the ranks' modules once, then forks ranks in
+milliseconds, reaps them, and reports their ends. It is safe to fork, because it has one thread and no torch process group, store
+or accelerator context. A fork of a process with several threads would lack these threads and inherit their locks, which are then
+never released. The server reads commands from standard input and writes reports to standard output, one JSON object per line:
 
     {"prepare": {"path": [...], "preload": [...]}}   ->  {"prepared": seconds}  or  {"problem": text}
     {"fork": {"job": path, "ranks": [...]}}          ->  {"forked": {rank: process id}}  or  {"problem": text}
                                                          {"exit": rank, "code": as in subprocess, "time": seconds since the epoch}
 
-The end of the input means that the supervisor has ended: the server kills every rank and exits.
+When the input ends, the supervisor has ended, so the server kills every rank and exits.
 """
 
 import contextlib
@@ -50,8 +50,8 @@ def readable(file: IO[bytes] | int, *, seconds: float) -> bool:
 
 
 class Handle:
-    """A process that another process reaps. On Linux it is held by a descriptor, because its id alone could be reused for another
-    process."""
+    """A process that is not a child of this one. On Linux it is identified by a descriptor, because its id may be reused for
+    another process."""
 
     def __init__(self, process: int) -> None:
         self.process = process
@@ -93,9 +93,9 @@ class Handle:
 
 
 class ForkServer:
-    """Ranks that are forks of a `Server`: a separate process, which has imported `preload` and reports the ranks' ends. The server
-    takes its environment, module path and parent watch from the first assignment. `secret`: further variables for the ranks, which must
-    not be in a file.
+    """Client of a `Server`, a separate process that imports the modules `preload`, forks ranks and reports their ends. The server
+    gets its environment, module path and parent watch from the first assignment. `secret`: further environment variables of the
+    ranks, which must not be written to a file.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class ForkServer:
         self._command({"prepare": {"path": assignment.path, "preload": list(preload)}})
 
     def start(self, assignment: Assignment, job: Path) -> None:
-        assert not self.running(), f"ranks {sorted(self.running())} of the previous generation are still running"
+        assert not self.running(), f"ranks {sorted(self.running())} of the previous start are still running"
         for handle in self._handles.values():
             handle.close()
         self._handles, self._ended, self._forking = {}, set(), True
@@ -171,14 +171,14 @@ class ForkServer:
                     self._handles[int(rank)] = Handle(int(process))
                 return None
             case {"problem": str(error), "traceback": str(text)}:
-                reason = "could not prepare the ranks"
+                reason = "could not import the ranks' modules or fork the ranks"
                 return Failure(None, reason, error, tail(text), self._log, time.time(), ExitCode.FAILED)
             case _:
                 self._preparing = False
                 return None
 
     def _is_stuck(self) -> bool:
-        """True if ranks have ended but the server has not reported that, because it is stopped or hangs."""
+        """True if a rank has ended but the server has not reported this in time, because the server is stopped or hangs."""
         if all(self._handles[rank].alive() for rank in self.running()):
             self._unreported_since = None
             return False
@@ -187,7 +187,7 @@ class ForkServer:
         return time.monotonic() - self._unreported_since > REAP_SECONDS
 
     def _lost(self, reason: str | None = None) -> Failure:
-        """Return the failure of a server that will send no more reports, because it has ended or must be ended."""
+        """Return the failure of a server that has ended, or that is killed here because it no longer reports (`reason`)."""
         self._alive = False
         at = time.time()
         if reason is not None:
@@ -201,8 +201,8 @@ class ForkServer:
         return Failure(None, reason, "", tail(output(self._log, self._generation)), self._log, at, ExitCode.LOST)
 
     def _orphans(self) -> list[Exit | Failure]:
-        """Return the ends of ranks that the server can no longer report. Their exit statuses are unknown. The end of the server kills
-        its ranks."""
+        """Return the ends of ranks after the server's end, which kills them. They are reported with SIGKILL, because their exit
+        statuses are unknown."""
         ended = [rank for rank in self.running() if not self._handles[rank].alive()]
         self._ended.update(ended)
         return [Exit(rank, -signal.SIGKILL, time.time()) for rank in ended]
@@ -240,23 +240,24 @@ class NotPristineError(RuntimeError):
 
 
 def impurities() -> list[str]:
-    """Return the reasons why a fork of this process is unsafe; empty when it is safe."""
+    """Return the reasons why this process cannot be forked safely; empty if it can."""
     found = []
     tasks = Path("/proc/self/task")
     threads = len(list(tasks.iterdir())) if tasks.exists() else 1
     if threads != 1:
-        found.append(f"{threads} threads (a fork copies one of them, and every lock that the others hold)")
+        found.append(f"{threads} threads (a fork has only one of them, and inherits the locks of the others)")
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        found.append("a process group of torch.distributed (its connections and threads would be shared)")
+        found.append("a process group of torch.distributed (parent and fork would share its connections)")
     cuda = sys.modules.get("torch.cuda")
     if cuda is not None and cuda.is_initialized():
-        found.append("a CUDA context (it does not survive a fork)")
+        found.append("a CUDA context (which is unusable after a fork)")
     return found
 
 
 def preload(modules: Sequence[str]) -> None:
-    """Import `modules`. Raises NotPristineError if the process is no longer safe to fork afterwards, and any exception of an import."""
+    """Import `modules`. Raises NotPristineError if the process cannot be forked safely after these imports, and any exception of
+    an import."""
     for module in modules:
         importlib.import_module(module)
         torch = sys.modules.get("torch")
@@ -265,15 +266,15 @@ def preload(modules: Sequence[str]) -> None:
     found = impurities()
     if found:
         raise NotPristineError(
-            f"the fork server holds {' and '.join(found)} after importing {', '.join(modules)}. Take the module that does "
-            f"this out of the job's preload, or set MEGALITH_START=spawn to start the ranks as fresh processes (slower)"
+            f"the fork server holds {' and '.join(found)} after importing {', '.join(modules)}. Remove the module that "
+            f"creates these from the job's preload, or set MEGALITH_START=spawn to start ranks as fresh processes, which is slower"
         )
     gc.collect()
     gc.freeze()  # the collector would otherwise write to, and so copy, every page that the ranks share
 
 
 class Server:
-    """The server's loop: one thread, woken by a command, a child's end, or the end of the input."""
+    """Loop of the server in one thread, which wakes up when a command arrives, a child ends, or the input ends."""
 
     def __init__(self, commands: int, reports: int, parent_watch: int) -> None:
         self._commands = commands
@@ -288,7 +289,7 @@ class Server:
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
 
     def serve(self) -> None:
-        """Obey commands until the input ends, or a command fails."""
+        """Carry out commands until the input ends or a command fails."""
         while True:
             ready, _, _ = select.select([self._commands, self._woken], [], [])
             if self._woken in ready:
@@ -359,7 +360,8 @@ class Server:
 
 
 def main() -> None:
-    """Run a server. Arguments: the supervisor's process id, and the descriptor of the pipe by which ranks watch it."""
+    """Run a server. Command-line arguments: the supervisor's process id, and the descriptor of a pipe that is closed when the
+    supervisor ends, which ranks watch."""
     parent, watched = int(sys.argv[1]), int(sys.argv[2])
     # Meant for the ranks; the server goes when its input ends. Blocked, not ignored: a rank inherits that, so a request to stop
     # that comes just after its fork waits until the rank has set its own handlers, instead of being lost.

@@ -1,7 +1,7 @@
 """Heartbeats: each rank writes its phase and step into its own slot of one shared file, and the supervisor reads all slots.
 
-The file is mapped into memory on both sides, so a beat takes microseconds and needs no system call, no lock and no torch. The last beat
-of a killed rank can still be read.
+The supervisor and the ranks map the file into memory, so a heartbeat takes microseconds and needs no system call, lock or torch.
+The last heartbeat of a killed rank can still be read.
 """
 
 import mmap
@@ -20,8 +20,8 @@ SLOT_BYTES = 128  # fixed and padded: a slot may gain fields without moving the 
 _PHASE_BYTES = 32
 
 KINDS = ("own", "forward", "backward", "communication", "bubble", "data", "optimizer", "other")
-"""Kinds of a rank's seconds in a step. "own" is the rank's own work, without waiting for others; the other kinds add up to the step's
-time."""
+"""Kinds of time in a rank's step. "own" is the rank's work without waiting for other ranks; the remaining kinds add up to the
+step's time."""
 
 _BASE = f"<Qdqd?{_PHASE_BYTES}s"  # count, wall-clock seconds, step, compute seconds, ready, phase
 _LAYOUT = struct.Struct(f"{_BASE}qf{len(KINDS)}f")  # and of the last step that was measured: its number, bytes, seconds by kind
@@ -32,10 +32,10 @@ _USED = _LAYOUT.size + _CHECKSUM.size
 
 @dataclass(frozen=True)
 class Beat:
-    """Newest heartbeat of a rank. `count`: beats so far (0: none). `time`: seconds since the epoch. `step`: -1 before the first step.
-    `ready`: True once the rank has reached phase `ready`, whatever its phase is now. `compute`: seconds of the rank's own work in the
-    previous step, without waiting for others; 0: not known. `measured`: the newest step with known `seconds` by kind (KINDS) and
-    `memory` (the rank's peak bytes); -1: no such step.
+    """Newest heartbeat of a rank. `count`: number of heartbeats so far. `time`: seconds since the epoch. `step`: -1 before the
+    first step. `ready`: whether the rank has reached phase `ready`, even if it is now in another phase. `compute`: seconds that
+    the rank worked in the previous step, without waiting for other ranks; 0: not known. `measured`: number of the newest step for
+    which `seconds` by kind (KINDS) and `memory` (the rank's peak bytes) are known; -1: none.
     """
 
     count: int = 0
@@ -50,7 +50,8 @@ class Beat:
 
     @classmethod
     def of(cls, row: Sequence[Any]) -> "Beat":
-        """Decode a beat from a list of its fields, as read from JSON. Lists of earlier versions are shorter."""
+        """Decode a heartbeat from a list of its fields, as read from JSON. Lists written by earlier versions have fewer
+        fields."""
         return cls(*row[:8], *(tuple(one) for one in row[8:9]))
 
 
@@ -71,7 +72,7 @@ def _pack(beat: Beat) -> bytes:
 
 
 def _unpack(slot: bytes) -> Beat | None:
-    """Return the beat in a slot, even if an earlier version wrote it; None while it is being written."""
+    """Return the heartbeat in a slot, even if an earlier version wrote it; None while it is being written."""
     for layout in (_LAYOUT, _EARLIER):
         fields, checksum = slot[: layout.size], slot[layout.size : layout.size + _CHECKSUM.size]
         count, at, step, compute, ready, phase, *rest = layout.unpack(fields)
@@ -112,8 +113,8 @@ class Heartbeat:
         return _unpack(self._memory[self._offset : self._offset + _USED]) or Beat()
 
     def beat(self, phase: str, step: int = -1, *, compute: float = 0.0, measured: StepMeasurement | None = None) -> None:
-        """Report that the rank is alive in this phase of this step, and the figures of the newest `measured` step. The phase `ready`
-        ends the start-up. At most 32 bytes of a phase's name are kept."""
+        """Write a heartbeat with the rank's phase and step, and with the figures of the newest `measured` step. The phase `ready`
+        ends the start-up. Only 32 bytes of a phase's name are kept."""
         last = self.read()
         now = Beat(last.count + 1, time.time(), step, last.ready or phase == READY, phase, compute)
         if measured is not None:
@@ -122,13 +123,13 @@ class Heartbeat:
         self._memory[self._offset : self._offset + _USED] = _pack(now)
 
     def again(self) -> None:
-        """Repeat the newest beat, to show that the rank is alive."""
+        """Write the newest heartbeat again, to show that the rank is alive."""
         last = self.read()
         self._memory[self._offset : self._offset + _USED] = _pack(replace(last, count=last.count + 1, time=time.time()))
 
 
 class Heartbeats:
-    """All slots, read by the supervisor."""
+    """Heartbeats of all ranks, which the supervisor reads."""
 
     def __init__(self, path: Path, memory: mmap.mmap, ranks: int) -> None:
         self.path = path
@@ -137,8 +138,8 @@ class Heartbeats:
 
     @classmethod
     def create(cls, path: Path, ranks: int) -> "Heartbeats":
-        """Create a file of empty slots. It replaces an older file by rename, so a process that still has the older one mapped does no
-        harm."""
+        """Create a file of empty slots. The new file replaces an older one by rename, so processes that still have the older file
+        mapped cannot write to the new one."""
         fresh = path.with_name(path.name + ".new")
         descriptor = os.open(
             fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600
@@ -150,7 +151,7 @@ class Heartbeats:
             return cls(path, mmap.mmap(file.fileno(), ranks * SLOT_BYTES), ranks)
 
     def read(self) -> list[Beat]:
-        """Return the last beat of each rank, in rank order. For a slot that is being written, return the previous beat."""
+        """Return the last heartbeat of each rank, in rank order; while one is being written, return the rank's previous one."""
         for rank in range(len(self._last)):
             offset = rank * SLOT_BYTES
             beat = _unpack(self._memory[offset : offset + _USED])

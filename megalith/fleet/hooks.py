@@ -1,5 +1,5 @@
-"""Hooks at which a rank injects its faults, at the same point in every run with the same list of faults. Without a list
-(`MEGALITH_FAULTS`) the hooks return at once.
+"""Hooks at which a rank injects the faults of a list, at the same point in every run with that list. Without a list
+(`MEGALITH_FAULTS`), the hooks do nothing.
 """
 
 import os
@@ -14,7 +14,7 @@ from megalith.fleet.rank_info import RankInfo
 
 
 class Faults:
-    """The faults of one rank. `due` marks the faults that it returns, so no fault is injected twice."""
+    """The faults that one rank injects. `due` marks the faults that it returns, so that none is injected twice."""
 
     def __init__(self, path: Path, rank_info: RankInfo, generation: str = "") -> None:
         self.rank_info, self._generation = rank_info, generation
@@ -25,7 +25,7 @@ class Faults:
         self._befallen: dict[int, int] = {}  # lasting ones that befell this process: since which step
 
     def due(self, moment: Moment, step: int | None) -> Iterator[Injection]:
-        """Return the faults to inject now."""
+        """Yield the faults that must be injected now, at `moment` of step `step`."""
         for one in self._mine:
             if one.moment == moment and self._is_time(one, step) and self._mark(one, step):
                 yield one
@@ -39,7 +39,6 @@ class Faults:
         return since <= step < since + one.lasts
 
     def _mark(self, one: Injection, step: int | None) -> bool:
-        """Record that a fault was injected; return False if it already was, by another process or before a restart of the ranks."""
         if one.number in self._befallen:
             return True
         if any(self._is_older(mark) for mark in marks(self._path).glob(f"{one.number}-*")):
@@ -72,7 +71,8 @@ def find(environment: Mapping[str, str] = os.environ) -> Faults | None:
 
 
 def at(moment: Moment, step: int | None = None) -> None:
-    """Inject the faults that are due in this process at a named point. Faults in tensors are injected by `train.inject`."""
+    """Inject the faults that this rank's list has for this moment of this step. Faults in tensors are injected by
+    `train.inject`."""
     faults = find()
     if faults is None:
         return

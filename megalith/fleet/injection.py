@@ -1,5 +1,5 @@
-"""A list of faults to inject: a file that a campaign writes and ranks read. Each fault is injected once: a mark on disk, in the list's
-folder, records the injection, whatever happens to the rank.
+"""A list of faults to inject: a file that a campaign writes and ranks read. Each fault is injected once, because a file beside
+the list, which outlives the rank, records the injection.
 """
 
 import json
@@ -18,10 +18,9 @@ OWN_DATA = "hurt-by-a-campaign"
 
 @dataclass(frozen=True)
 class Injection:
-    """One fault: when `step` steps are done, at `moment`, on `ranks`. `after`: inject only while the ranks restart after the fault with
-    this number.
-
-    `place` in 0..1 picks the target (tensor and element); `lasts` counts steps in the life of the affected process.
+    """One fault, which `ranks` inject at `moment` after `step` finished steps. `after`: inject the fault only during the restart
+    after the fault with this number. `place`: a number in 0..1 that selects the tensor and element. `lasts`: number of steps in
+    which the fault is injected, while the affected process lives.
     """
 
     number: int
@@ -35,7 +34,7 @@ class Injection:
 
 
 def save(path: Path, injections: Sequence[Injection]) -> None:
-    """Write a list for the ranks, and delete the marks of an older list."""
+    """Write a list of faults for the ranks, and delete the records of earlier injections."""
     shutil.rmtree(marks(path), ignore_errors=True)
     marks(path).mkdir(parents=True)
     path.write_text(json.dumps([asdict(one) for one in injections], indent=1), encoding="utf-8")
@@ -48,7 +47,7 @@ def load(path: Path) -> list[Injection]:
 
 
 def fired(path: Path) -> dict[int, tuple[float, str]]:
-    """Return the time of each injected fault (seconds since the epoch), and its node; faults not injected yet are left out."""
+    """Return the time (seconds since the epoch) and the node of each fault that was injected."""
     found: dict[int, tuple[float, str]] = {}
     for mark in marks(path).glob("*-*"):
         at, node, _ = mark.read_text().split(" ")

@@ -1,4 +1,4 @@
-"""Description of the ranks' work: an entry function, its arguments, and limits."""
+"""Description of what ranks run: an entry function, its arguments, and time limits."""
 
 import json
 import re
@@ -8,16 +8,17 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Job:
-    """Work of the ranks of a run.
+    """What the ranks of a run execute, and its limits.
 
     `entry` is "module:function", called on each rank as `function(**arguments)`; `arguments` must be storable as JSON. `preload`:
-    modules that are imported once, before the ranks are forked. Every rank must send a heartbeat of phase `ready`
-    (`heartbeat.Heartbeat.find().beat("ready")`) within `start_timeout` seconds; from then on, all ranks may be silent for at most
-    `silence_timeout` seconds (None: no limit). `threads`: a rank's compute threads; 0: cores / ranks. `environment`: variables added to
-    those that ranks inherit, before their interpreter starts. `fallback`: the job to start if too few nodes are left, with fewer ranks,
-    but as many on each node. `sealed`: files that must not change (`megalith.sealed`); if there are any, the entry gets them as
-    `sealed`. `burn_in` is a command that prints findings about a node's devices as JSON (`admission.burnt`). It runs before an excluded
-    node returns, within `burn_in_timeout` seconds; empty: no burn-in. `keyed`: the ranks need the run's key.
+    modules that the fork server imports once, before it forks ranks. Every rank must send a heartbeat of phase `ready`
+    (`heartbeat.Heartbeat.find().beat("ready")`) within `start_timeout` seconds; after that, a rank's heartbeats may be at most
+    `silence_timeout` seconds apart (None: no limit). `threads`: compute threads per rank; 0: cores / ranks. `environment`:
+    environment variables that ranks have in addition to inherited ones. `fallback`: the job that is started if too few nodes are
+    left; it has fewer ranks, but the same number per node. `sealed`: files that must not change (`megalith.sealed`), which the
+    entry function gets as its argument `sealed`. `burn_in`: command that prints findings about a node's devices as JSON
+    (`admission.burnt`), before an excluded node returns and within `burn_in_timeout` seconds; empty: no burn-in. `keyed`: the
+    ranks need the run's key.
     """
 
     entry: str
@@ -36,7 +37,7 @@ class Job:
     keyed: bool = False
 
     def now(self, *, shrunk: bool) -> "Job":
-        """Return the job to start: this one, or its fallback."""
+        """Return this job, or its fallback if the run is `shrunk`."""
         assert not shrunk or self.fallback is not None, "shrunk without a fallback"
         return self.fallback if shrunk and self.fallback is not None else self
 
@@ -46,13 +47,15 @@ class Job:
         if not re.fullmatch(r"[\w.]+:\w+", self.entry):
             found.append(f'entry {self.entry!r} does not name a function. Write "module:function"')
         if self.ranks < 1:
-            found.append(f"ranks = {self.ranks} starts nothing. Use 1 or more")
+            found.append(f"ranks = {self.ranks} would start no process. Use 1 or more")
         if self.threads < 0:
-            found.append(f"threads = {self.threads} is not a number of threads. Use 1 or more, or 0 for cores / ranks")
+            found.append(
+                f"threads = {self.threads} is not a number of threads. Use 1 or more, or 0 for the number of cores divided by ranks"
+            )
         for name in ("start_timeout", "silence_timeout"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                found.append(f"{name} = {value} leaves no time. Use a number of seconds above 0")
+                found.append(f"{name} = {value} is not a time limit. Use a number of seconds above 0")
         try:
             json.dumps(self.arguments)
         except (TypeError, ValueError) as error:

@@ -1,5 +1,5 @@
-"""The nodes of a run on one machine: the machine itself, or several nodes rehearsed as folders and groups of ranks. A rehearsed node
-exists as long as its folder, so its loss is real: its ranks are killed, and its copies in memory are gone.
+"""The nodes of a run on one machine: the machine itself, or several rehearsed nodes, each of which is a folder and a group of
+ranks. A rehearsed node is lost when its folder is removed: its copies in memory are then gone, and its ranks are killed.
 """
 
 import contextlib
@@ -40,12 +40,12 @@ STARTS: dict[str, Callable[..., Processes]] = {"fork": ForkServer, "spawn": Fres
 
 
 def node_names(fleet: FleetSpec) -> tuple[str, ...]:
-    """The nodes of a run on this machine, spares last."""
+    """Names of a run's nodes on this machine, spares last."""
     return tuple(str(number) for number in range(fleet.nodes + fleet.spares))
 
 
 def _unreachable(node: str) -> str:
-    """Return why ranks on a node cannot communicate; empty if they can. A node without its own network uses the
+    """Return why ranks on a node cannot communicate; empty if they can. A node that has no network of its own uses the
     machine's."""
     network, name = networks.find(), link.named()
     if network is not None:
@@ -54,11 +54,11 @@ def _unreachable(node: str) -> str:
 
 
 class LocalNodes:
-    """The nodes of this machine, whose ranks are forked from one server that outlives their generations. `names`: the nodes, spares
-    last. `memory`: the root of their folders for copies in memory (None: one node without copies); `disk`: the root of those on a disk
-    (None: no copies on disk). If a placement also has nodes on other machines, `meeting` is the store for the rendezvous of all ranks
-    ("megalith://HOST:PORT"), and `folder` is one that only this machine writes to (default: RUN_DIR/ranks). If copies or messages must
-    be authenticated, the run's key is read, or made.
+    """The nodes of this machine. One fork server starts the ranks of all generations. `names`: the nodes, spares last. `memory`:
+    folder that contains the nodes' copies of the state in memory (None: one node without copies). `disk`: folder that contains
+    their copies on disk (None: no copies on disk). If the run also has nodes on other machines, `meeting` is the store for the
+    rendezvous of all ranks ("megalith://HOST:PORT"), and `folder` (RUN_DIR/ranks by default) is a folder to which only this
+    machine writes. The run's key is read, or made, if copies or messages must be authenticated.
     """
 
     def __init__(
@@ -97,11 +97,10 @@ class LocalNodes:
 
     @property
     def memory(self) -> Path | None:
-        """Folder of the copies in memory; a new folder if another user owns the old one."""
+        """Folder of the copies in memory, which changes if another user owns the old folder."""
         return self._memory
 
     def _make_memory(self, memory: Path, names: Sequence[str]) -> None:
-        """Make and claim those folders of these nodes in shared memory that do not exist."""
         if not self._claimed or not disk.leads_to(memory / OWNER, os.fstat(self._claimed[-1].fileno()).st_ino):
             self._claimed.append(roots.claim(memory, self._owner))
         for name in names:
@@ -109,8 +108,8 @@ class LocalNodes:
                 pass
 
     def _make_memory_anew(self) -> None:
-        """Make the folders again if another process removed them: the ranks keep running, and write copies there again. If there are
-        several rehearsed nodes, a missing folder means that its node is lost."""
+        """Make the folders of copies again if another process removed them, so that the running ranks can write copies again. The
+        folder of one of several rehearsed nodes is not made again, because its absence means that the node is lost."""
         if self._memory is None:
             return
         only = node_folder(self._memory, self._names[0]) if len(self._names) == 1 else self._memory
@@ -118,7 +117,8 @@ class LocalNodes:
             with disk.if_available(self._memory):
                 self._make_memory(self._memory, self._there)
                 print(
-                    f"{self._memory} was removed by another process: its folders and the copies of the state are written again",
+                    f"{self._memory} was removed by another process: its folders are made again, and ranks will write new "
+                    f"copies of the state there",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -149,14 +149,14 @@ class LocalNodes:
         self._processes.start(assignment, file)
 
     def _move_memory(self) -> None:
-        """Use other folders for copies if another user owns the old ones, because that user may have written their content."""
+        """Use a new folder for copies if another user owns the old one, because that user may have written its content."""
         if self._memory is not None and (why := roots.taken(self._memory)):
             with disk.if_available(self._memory):
                 self._memory = roots.elsewhere(self._memory, why)
                 self._make_memory(self._memory, self._there)
 
     def warm(self) -> None:
-        """Import the ranks' modules before any rank starts, and return once they are imported; `wait` reports a failure."""
+        """Start the fork server and wait until it has imported the ranks' modules; `wait` reports a failure."""
         assignment = self._assign(Generation("warm", self._names))
         processes = self._processes = STARTS[method()](assignment, preload=self._job.preload, secret=self._secret())
         end = time.monotonic() + self._job.start_timeout
@@ -171,23 +171,23 @@ class LocalNodes:
             self._heartbeats = None  # should there be no room for the next ones
 
     def _new_heartbeats(self) -> Heartbeats:
-        """Create the heartbeats' file, in memory if the run has a folder there, because a rank that writes to a mapped file on
-        unavailable storage hangs or dies."""
+        """Create the file of heartbeats, in shared memory if the run has a folder there, because a rank hangs or dies when it
+        writes to a mapped file on unavailable storage."""
         if self._memory is not None and not roots.taken(self._memory):
             with contextlib.suppress(OSError):  # no room there
                 return Heartbeats.create(self._memory / HEARTBEATS, self._now.ranks)
         return Heartbeats.create(self._folder / HEARTBEATS, self._now.ranks)
 
     def _secret(self) -> dict[str, str]:
-        """Return the variables with the run's key for the ranks. The job file must not contain them, because other users can read
-        it."""
+        """Return the environment variables with the run's key, which must not be in the job file, because other users can read
+        that file."""
         return self._key.variables if self._key is not None else {}
 
     def _roots(self) -> list[tuple[Path, Key]]:
         return [(root, self._key) for root in (self._memory, self._disk) if root is not None and self._key is not None]
 
     def forget(self) -> None:
-        """Invalidate the copies of the state that this machine's nodes hold, including nodes that are lost."""
+        """Invalidate the copies of the state on this machine's nodes, including lost ones."""
         for root, secret in self._roots():
             for name in self._names:
                 copies.forget(node_folder(root, name), key=secret)
@@ -236,7 +236,6 @@ class LocalNodes:
         return happened
 
     def _describe(self, what: Exit | Failure) -> Exit | Failure:
-        """Add the cause to the abnormal end of a rank."""
         if isinstance(what, Failure) or what.code in ORDERLY:
             return what
         assert self._assignment is not None
@@ -290,7 +289,7 @@ class LocalNodes:
         log = self._assignment.server_log
         dumps = evidence.dumps({0: log}, ask=self._processes.show_stack, able=[0], seconds=LOOK_SECONDS)
         modules = ", ".join(self._job.preload) or "nothing"
-        reason = f"had not started the ranks within {self._job.start_timeout:g} s; it was importing {modules}"
+        reason = f"did not start the ranks within {self._job.start_timeout:g} s; at the end it was importing {modules}"
         return Failure(None, reason, "", evidence.main_stack(dumps[0]), log, time.time(), ExitCode.LOST)
 
     def log(self, rank: int) -> Path:
@@ -310,21 +309,21 @@ class LocalNodes:
                 copies.set_aside(root, order, placement=self._assignment.placement, world=self._job.ranks, key=secret)
 
     def check(self, node: str) -> None:
-        """Check a node, in a separate thread, because a check takes seconds. All nodes here are this machine."""
+        """Check a node's health in a separate thread, because the check takes seconds. Every node here is this machine."""
 
         def judge() -> None:
             there = node in self.there()
             try:
                 wrong = self._measure(node) if there else ""
             except Exception as error:  # a check without a verdict would leave the node out for good
-                wrong = f"the check did not finish: {type(error).__name__}: {error}"
+                wrong = f"the health check failed with an error: {type(error).__name__}: {error}"
             self._found.put(HealthChecked(time=time.time(), node=node, passed=there and not wrong, there=there, text=wrong))
 
         threading.Thread(target=judge, name=f"check-{node}", daemon=True).start()
 
     def _measure(self, node: str) -> str:
-        """Return the problems of a node; empty if the node may return. Nodes rehearsed on one machine share its processors, so they
-        have no burn-in, which would slow the ranks."""
+        """Return the problems of a node; empty if the node may return. Rehearsed nodes have no burn-in, because it would slow the
+        ranks on the same processors."""
         if wrong := _unreachable(node):
             return wrong
         burn_in = self._job.burn_in if len(self._names) == 1 else ()

@@ -1,6 +1,5 @@
-"""Messages between a run's controller and the agents of its nodes, through a store that only processes with the run's key can reach.
-
-An unreadable message is dropped, counted and reported; it never ends its reader.
+"""Messages between a run's controller and its nodes' agents. They go through a store that only processes with the run's key can
+use. An unreadable message is dropped, counted and reported, but never ends the process that reads it.
 """
 
 import json
@@ -15,7 +14,7 @@ REPORT_SECONDS = 60.0
 
 
 class UnreadableMessages:
-    """Counts the messages that a process could not read, and reports them on standard error at most once a minute."""
+    """Counts the messages that this process could not read, and reports the count on standard error at most once a minute."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -23,12 +22,13 @@ class UnreadableMessages:
         self._told = -float("inf")
 
     def drop(self, where: str, why: object) -> None:
-        """Count a message under the key or name `where`."""
+        """Count an unreadable message; `where` is its key or queue."""
         self.count += 1
         if self._clock() - self._told >= REPORT_SECONDS:
             self._told = self._clock()
             print(
-                f"a message was dropped ({where}: {str(why)[:200]}); {self.count} so far. Run the same megalith on all nodes",
+                f"a message was dropped ({where}: {str(why)[:200]}); {self.count} messages were dropped so far. Run the same "
+                f"version of megalith on all nodes",
                 file=sys.stderr,
                 flush=True,
             )
@@ -46,7 +46,7 @@ def load(text: bytes) -> dict[str, Any]:
 
 
 class Messages:
-    """A queue of numbered messages under one name: one side puts messages, and the other takes each once, in order."""
+    """A queue of numbered messages in the store: one process puts messages, and another one takes each message once, in order."""
 
     def __init__(self, store: Store, name: str, unreadable: UnreadableMessages | None = None) -> None:
         self._store, self._name = store, name
@@ -59,11 +59,11 @@ class Messages:
         self._store.set(f"{self._name}/{self._written}", json.dumps(message))
 
     def pending(self) -> bool:
-        """True if the last message put has not been taken."""
+        """True if the last message was not taken yet."""
         return self._store.check([f"{self._name}/{self._written}"])
 
     def take(self) -> list[dict[str, Any]]:
-        """Return all readable messages that arrived since the last call."""
+        """Return all readable messages that arrived after the previous call."""
         messages = []
         while self._store.check([key := f"{self._name}/{self._read + 1}"]):
             text = self._store.get(key)
@@ -87,29 +87,29 @@ def answers(store: Store, member: int, unreadable: UnreadableMessages | None = N
 
 
 def beat_key(member: int) -> str:
-    """Return the key of an agent's heartbeat, which includes its ranks' heartbeats."""
+    """Return the key of an agent's heartbeat, which includes those of its ranks."""
     return f"beat/{member}"
 
 
 def expelled_key(member: int) -> str:
-    """Return the key that is set once an agent counts as lost: another node may then have got its place."""
+    """Return the key that is set when an agent is declared lost, because another node may then replace its node."""
     return f"expelled/{member}"
 
 
 def member_key(member: int) -> str:
-    """Key of the member with this number, in order of joining."""
+    """Return the key of the node that joined as number `member`."""
     return f"member/{member}"
 
 
 def refuse(store: Store, name: str, why: str) -> None:
-    """Record that a node may not join, and why."""
+    """Record that the node `name` may not join, with the reason `why`."""
     store.set(refused_key(store.add(REFUSED, 1)), json.dumps({"name": name, "why": why}))
 
 
 def refused_key(number: int) -> str:
-    """Key of a node that may not join, with the reason."""
+    """Return the key under which refusal number `number` is recorded."""
     return f"refused/{number}"
 
 
 JOINED, REFUSED = "joined", "refused"
-"""Keys of two counters: the nodes that have joined, and the refusals."""
+"""Keys of two counters: the nodes that joined, and the nodes that were refused."""

@@ -1,4 +1,4 @@
-"""The interface between a run's controller and its machines: the same for one machine and for many."""
+"""The interface between a run's controller and the run's machines, which is the same for one machine and for many."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -15,9 +15,10 @@ from megalith.fleet.tiers import Copy, Source
 
 @dataclass(frozen=True)
 class Generation:
-    """One start of all ranks. `name` is never used again; `placement` is the node of each slot; `source` None: the entry function
-    chooses. `shrunk`: the ranks run the job's fallback; they keep no copies in memory, which are sharded for the run's own plan, and
-    earlier ones are lost. `epoch`: that of the run folder's owner (`megalith.epochs`).
+    """One start of all ranks. `name`: unique name of this start. `placement`: the node of each slot. `source`: the copy of the
+    state to restore; None: the entry function chooses one. `shrunk`: the ranks run the job's fallback; they keep no copies in
+    memory, and earlier copies there are deleted, because those are sharded for the run's own plan. `epoch`: the epoch of the run
+    folder's owner (`megalith.epochs`).
     """
 
     name: str
@@ -29,8 +30,8 @@ class Generation:
 
 @dataclass(frozen=True)
 class RankInspection:
-    """A rank's answer to an inspection: the stack of its main thread ("" without an answer), and its progress. `begun`: number of
-    collectives begun in each of its groups; `recorded`: the last ones as text. Both are empty if unknown.
+    """State of a rank on request: the stack of its main thread ("" without an answer), and its progress. `begun`: number of
+    collectives begun in each of its process groups; `recorded`: descriptions of the last collectives. Both are empty if unknown.
     """
 
     stack: str
@@ -53,11 +54,11 @@ class Nodes(Protocol):
     """Nodes on which ranks can be started."""
 
     def there(self) -> tuple[str, ...]:
-        """Return all nodes that answer now, in the mesh or not."""
+        """Return all nodes that answer now, whether they are in the mesh or not."""
         ...
 
     def start(self, generation: Generation) -> None:
-        """Start all ranks as new processes; those of the previous generation must have ended."""
+        """Start all ranks as new processes. All ranks of the previous generation must have ended."""
         ...
 
     def wait(self, seconds: float) -> list[Exit | Failure | Observation]:
@@ -78,34 +79,35 @@ class Nodes(Protocol):
         ...
 
     def inspect(self, ranks: Collection[int]) -> dict[int, RankInspection]:
-        """Ask ranks for their stacks, and wait a moment for the answers."""
+        """Ask ranks for their stacks and progress, and wait a few seconds for the answers."""
         ...
 
     def queued(self) -> dict[str, float]:
-        """Return, by name of the machine, the total seconds for which threads of its ranks were ready to run but had no processor.
-        Machines that do not report this are left out."""
+        """Return for each machine the total seconds for which threads of its ranks were ready to run but had no processor.
+        Machines that do not report the time are left out."""
         ...
 
     def unstarted(self) -> Failure:
-        """Describe a start of ranks that failed because no rank came up in time."""
+        """Return the failure of a start in which no rank was running in time."""
         ...
 
     def log(self, rank: int) -> Path:
-        """Path of a rank's output."""
+        """Return the path of a rank's log."""
         ...
 
     def survey(self, placement: Sequence[str]) -> tuple[Copy, ...]:
-        """Return the complete and partial copies of the state that these nodes hold, with verified digests."""
+        """Return the complete and partial copies of the state on the nodes of `placement`. Digests of copies in memory are
+        verified."""
         ...
 
     def set_aside(self, order: QuarantineCopy) -> None:
-        """Set a damaged copy aside, so that it is never used again."""
+        """Rename a damaged copy of the state, so that it is never restored."""
         ...
 
     def check(self, node: str) -> None:
-        """Start a check of a node's health; `wait` returns the verdict."""
+        """Start a check of a node's health, whose result a later `wait` returns."""
         ...
 
     def close(self, *, forget: bool) -> None:
-        """End all processes that still run. `forget`: also remove the copies of the state."""
+        """End all processes that still run. `forget`: also delete the copies of the state."""
         ...

@@ -1,7 +1,7 @@
 """Observations of faults and recoveries: the policy's evidence, as plain values that can be stored as JSON.
 
-Every observation has `time` (seconds since the epoch, or of the simulation) and `step` (the step being run, which is the number of steps
-done). A `slot` is a place in the mesh that one node fills with its ranks; a `node` is the machine that fills it now.
+Every observation has `time` (seconds since the epoch, or in the simulation) and `step` (the number of finished steps). A `slot`
+is a set of ranks in the mesh that always run on one node; a `node` is the machine on which they run now.
 """
 
 import re
@@ -15,7 +15,7 @@ from megalith.tagged import Family
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """Base of all observations. `kind` names the class in JSON."""
+    """Base of all observations. `kind` is the name of the class in JSON."""
 
     kind: ClassVar[str] = ""
     time: float = 0.0
@@ -24,22 +24,23 @@ class Observation:
 
 @dataclass(frozen=True, kw_only=True)
 class Started(Observation):
-    """The supervisor has started, for the first time or after its own failure; no rank runs yet."""
+    """The supervisor has started, for the first time or after a failure of its own, and no rank runs yet."""
 
     kind: ClassVar[str] = "started"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progressed(Observation):
-    """The ranks have finished a step in this generation; `step` steps are now done."""
+    """The ranks have finished a step in this generation. `step` is the number of finished steps, including this one."""
 
     kind: ClassVar[str] = "progressed"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankFailed(Observation):
-    """A rank's process failed. `signature` is equal for similar failures. `hardware`: the machine itself reported a fault. `blamed`:
-    True if this node is held responsible, as for signals and machine reports; False for a program's own exception.
+    """A rank's process failed. `signature`: text that is equal for similar failures. `hardware`: the machine reported a fault of
+    its own. `blamed`: whether the node counts as the cause, as it does for fatal signals and faults reported by the machine, but
+    not for an exception of the program.
     """
 
     kind: ClassVar[str] = "rank_failed"
@@ -54,8 +55,9 @@ class RankFailed(Observation):
 
 @dataclass(frozen=True, kw_only=True)
 class Hang(Observation):
-    """No rank makes progress. `slot` None: no single rank is furthest behind, so no node can be blamed. `limit`, `silence`: seconds.
-    `hardware`: the blamed machine is known to be broken (to the simulator only: a real run does not query the machine after a hang).
+    """No rank makes progress. `slot` None: no single rank is the last one, so no node can be blamed. `limit`, `silence`: seconds.
+    `hardware`: the blamed machine is broken; only the simulator knows this, because a real run does not query the machine after a
+    hang.
     """
 
     kind: ClassVar[str] = "hang"
@@ -70,7 +72,7 @@ class Hang(Observation):
 
 @dataclass(frozen=True, kw_only=True)
 class NodesLost(Observation):
-    """Machines that no longer answer; several at once if they share a rack, a switch or a power supply."""
+    """Machines no longer answer. Several are lost at once if they share a rack, a switch or a power supply."""
 
     kind: ClassVar[str] = "nodes_lost"
     nodes: tuple[str, ...]
@@ -78,7 +80,7 @@ class NodesLost(Observation):
 
 @dataclass(frozen=True, kw_only=True)
 class Nonfinite(Observation):
-    """NaN or Inf in a gradient. `elsewhere`: another replica's result for the same microbatch, once that replica has computed it."""
+    """NaN or Inf in a gradient. `elsewhere`: what another replica computed from the same microbatch, if it was asked."""
 
     kind: ClassVar[str] = "nonfinite"
     slot: int
@@ -89,13 +91,13 @@ class Nonfinite(Observation):
 
 
 NUMERICS = "Lower optimizer.lr, lengthen optimizer.warmup, or set train.z_loss."
-"""Advice if the numbers are not finite on any replica."""
+"""Advice for the user if a gradient is not finite on any replica."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateCorrupt(Observation):
-    """A rank's live state has a wrong digest: it changed between updates, or differs from an intact replica's or from the recomputed
-    update."""
+    """The state in a rank's memory has a wrong digest: it changed between two updates, or it differs from an intact replica's
+    state or from a recomputed update."""
 
     kind: ClassVar[str] = "state_corrupt"
     slot: int
@@ -106,7 +108,8 @@ class StateCorrupt(Observation):
 
 @dataclass(frozen=True, kw_only=True)
 class CopyCorrupt(Observation):
-    """A copy to restore has a wrong digest, or is missing. `slot` None: the whole copy."""
+    """A copy of the state that was to be restored has a wrong digest or is missing. `slot`: the damaged part; None: the whole
+    copy."""
 
     kind: ClassVar[str] = "copy_corrupt"
     tier: Tier
@@ -117,7 +120,8 @@ class CopyCorrupt(Observation):
 
 @dataclass(frozen=True, kw_only=True)
 class CopyAway(Observation):
-    """A copy to restore is temporarily unreadable, but may be intact. `slot` None: the whole copy."""
+    """A copy of the state that was to be restored is temporarily unreadable, but may be intact. `slot`: the unreadable part;
+    None: the whole copy."""
 
     kind: ClassVar[str] = "copy_away"
     tier: Tier
@@ -128,8 +132,8 @@ class CopyAway(Observation):
 
 @dataclass(frozen=True, kw_only=True)
 class GradientWrong(Observation):
-    """Two replicas got different gradients from the same microbatch. States up to `good_step` are known to be right. With one suspect,
-    a third computation identified it. With two suspects, it is unknown which of the two computed wrongly.
+    """Two replicas computed different gradients from the same microbatch. States up to `good_step` were verified. If there is one
+    suspect, a third computation has identified it. If there are two suspects, it is not known which of them is wrong.
     """
 
     kind: ClassVar[str] = "gradient_wrong"
@@ -139,8 +143,8 @@ class GradientWrong(Observation):
 
 @dataclass(frozen=True, kw_only=True)
 class Straggler(Observation):
-    """A node whose ranks take `ratio` times as long to compute as the median. `lost`: seconds lost so far; `replacing`: seconds
-    that a replacement takes."""
+    """A node's ranks compute `ratio` times as long as the median rank. `lost`: seconds that the run has lost through this node so
+    far; `replacing`: seconds that its replacement would take."""
 
     kind: ClassVar[str] = "straggler"
     slot: int
@@ -153,7 +157,8 @@ class Straggler(Observation):
 
 @dataclass(frozen=True, kw_only=True)
 class Preempted(Observation):
-    """The scheduler takes a node away in `grace` seconds. `rank`: the rank that got the signal; None: the node's agent got it."""
+    """The scheduler takes a node away in `grace` seconds. `rank`: the rank that received the scheduler's signal; None: the node's
+    agent received it."""
 
     kind: ClassVar[str] = "preempted"
     node: str
@@ -163,7 +168,7 @@ class Preempted(Observation):
 
 @dataclass(frozen=True, kw_only=True)
 class Saved(Observation):
-    """The ranks stopped together at the end of a step, as `SaveState` ordered, and their state is among the copies."""
+    """The ranks stopped together at the end of a step, as `SaveState` ordered, and a copy of their state exists."""
 
     kind: ClassVar[str] = "saved"
 
@@ -186,7 +191,7 @@ class SaveFailed(Observation):
 
 @dataclass(frozen=True, kw_only=True)
 class SaveWorks(Observation):
-    """A tier that failed can be written again."""
+    """A tier to which copies could not be written can be written again."""
 
     kind: ClassVar[str] = "save_works"
     tier: Tier
@@ -194,8 +199,8 @@ class SaveWorks(Observation):
 
 @dataclass(frozen=True, kw_only=True)
 class DataDamaged(Observation):
-    """A shard of the training data is missing or altered. `other_copy`: the folder from which the shard was read instead; None: no copy
-    is intact."""
+    """A shard of the training data is missing or altered. `other_copy`: the folder from which the shard was read in its place;
+    None: no copy of the data has an intact shard."""
 
     kind: ClassVar[str] = "data_damaged"
     shard: str
@@ -205,7 +210,7 @@ class DataDamaged(Observation):
 
 @dataclass(frozen=True, kw_only=True)
 class NotThisRun(Observation):
-    """A rank was to resume from a file that does not belong to this run: the file changed since the command began, or is another run's
+    """A rank found a file that does not belong to this run: the file changed after the command had begun, or it is another run's
     checkpoint."""
 
     kind: ClassVar[str] = "not_this_run"
@@ -214,7 +219,8 @@ class NotThisRun(Observation):
 
 @dataclass(frozen=True, kw_only=True)
 class StoreAway(Observation):
-    """A folder or file that the run has used is unreachable: its file system is unavailable, or it was moved. It may be intact."""
+    """A folder or file that the run has used cannot be accessed: its file system is unavailable, or it was moved. It may be
+    intact."""
 
     kind: ClassVar[str] = "store_away"
     path: str
@@ -223,7 +229,8 @@ class StoreAway(Observation):
 
 @dataclass(frozen=True, kw_only=True)
 class NodeJoined(Observation):
-    """A node asks to join: a new one, or one that is back from repair. A quarantined node must pass a health check first."""
+    """A node asks to join: a new node, or one that is back from repair. If the node is quarantined, it must first pass a health
+    check."""
 
     kind: ClassVar[str] = "node_joined"
     node: str
@@ -231,7 +238,7 @@ class NodeJoined(Observation):
 
 @dataclass(frozen=True, kw_only=True)
 class HealthChecked(Observation):
-    """Result of `megalith doctor` on a node; `text`: the failed checks. `there` False: the node no longer answers."""
+    """Result of a health check of a node. `text`: the failed checks. `there`: whether the node still answers."""
 
     kind: ClassVar[str] = "health_checked"
     node: str
@@ -251,7 +258,7 @@ class Ordered(Observation):
 
 @dataclass(frozen=True, kw_only=True)
 class Waited(Observation):
-    """The time given by a `Wait` is over, and no node has joined."""
+    """The time limit of a `Wait` is over, and no node has joined."""
 
     kind: ClassVar[str] = "waited"
 
@@ -264,13 +271,13 @@ _VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+(\.\d+)?|/[^\s'\"]+")
 
 
 def signature(text: str) -> str:
-    """Return the common part of similar failures: the text without numbers, addresses and paths."""
+    """Return a failure's text with `#` in place of numbers, addresses and paths, which is equal for similar failures."""
     return _VARYING.sub("#", text.strip().partition("\n")[0])[:200]
 
 
 def of_failure(failure: Failure, *, time: float, step: int, slot: int, node: str) -> RankFailed:
-    """Classify a rank's end as an observation. A rank's own Python error is blamed on the program, unless the error reports a device
-    fault. Any other end is blamed on the node until there is more evidence."""
+    """Convert a rank's failure to an observation. A Python error is blamed on the program, unless it reports a device fault. Any
+    other failure is blamed on the node."""
     what = failure.error or failure.reason
     return RankFailed(
         time=time,

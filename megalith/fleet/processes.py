@@ -1,5 +1,5 @@
-"""Two ways to start the ranks of one machine, with one interface: forks of a fork server (`fleet.fork_server`), and fresh processes
-where a fork is unsafe."""
+"""Two ways to start the ranks of one machine, with one interface: as forks of a fork server (`fleet.fork_server`), and, where
+forks are unsafe, as fresh processes."""
 
 import contextlib
 import os
@@ -25,7 +25,7 @@ class Processes(Protocol):
     """Running ranks."""
 
     def start(self, assignment: Assignment, job: Path) -> None:
-        """Start the next generation; all ranks of the previous one must have ended."""
+        """Start the ranks of the next generation. All ranks of the previous generation must have ended."""
         ...
 
     @property
@@ -38,7 +38,7 @@ class Processes(Protocol):
         ...
 
     def wait(self, seconds: float) -> list[Exit | Failure]:
-        """Wait at most `seconds` for events: exits of ranks, and failures of the process that starts them."""
+        """Wait at most `seconds` for events: exits of ranks, and failures of the process that starts ranks."""
         ...
 
     def send(self, number: int, ranks: Iterable[int]) -> None:
@@ -61,15 +61,15 @@ def kill_group(process: int) -> None:
 
 
 def environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment, in which a fresh interpreter imports the same megalith; the job file has the other module
-    paths."""
+    """Return this process's environment, changed so that a new interpreter imports the same megalith. The other module paths are
+    in the job file."""
     root = str(Path(megalith.__file__).resolve().parent.parent)
     inherited = os.environ.get("PYTHONPATH")
     return os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{inherited}" if inherited else root} | dict(extra)
 
 
 class FreshProcesses:
-    """Ranks as fresh interpreters: slower than forks, for systems on which a fork is unsafe (macOS)."""
+    """Ranks as new Python interpreters, which start more slowly than forks, for systems on which forks are unsafe (macOS)."""
 
     def __init__(
         self, assignment: Assignment, *, preload: Sequence[str], secret: Mapping[str, str] = MappingProxyType({})
@@ -80,7 +80,7 @@ class FreshProcesses:
         self._ended: set[int] = set()
 
     def start(self, assignment: Assignment, job: Path) -> None:
-        assert not self.running(), f"ranks {sorted(self.running())} of the previous generation are still running"
+        assert not self.running(), f"ranks {sorted(self.running())} of the previous start are still running"
         self._ranks, self._ended = {}, set()
         try:
             for rank in assignment.here:

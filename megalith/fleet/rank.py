@@ -1,7 +1,7 @@
 """One rank's process, from its first line of Python to its exit status.
 
-The fork server calls `begin` in a new child; if a fork is unsafe, `python -m megalith.fleet.rank JOB RANK PARENT` does the same in a
-fresh process. Either way the rank calls the job's entry function, and saves any exception for the supervisor.
+The fork server calls `begin` in a new child; where forks are unsafe, `python -m megalith.fleet.rank JOB RANK PARENT` does the
+same in a new process. In both cases, the rank calls the job's entry function, and saves an exception for the supervisor.
 """
 
 import atexit
@@ -35,10 +35,11 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 @dataclass(frozen=True)
 class Assignment:
     """The content of the job file, which the supervisor writes for its ranks. `path`: Python's module path. `parent_watch`: a
-    descriptor. `placement`: the node of each slot. `memory`: the root of the copies in shared memory (empty: no copies). `own`: the
-    folder for files that this supervisor (process `agent`) and its ranks write besides the run's. `heartbeats`: the file of heartbeats
-    (empty: none are read). `meeting`: the store for the rendezvous of all ranks ("megalith://HOST:PORT"); empty: a file in `own`, for
-    ranks of one machine. The run's key is left out, because others may read the file.
+    descriptor. `placement`: the node of each slot. `memory`: folder that contains the nodes' copies of the state in shared memory
+    (empty: no copies). `own`: folder for logs and other files of this supervisor (process `agent`) and its ranks. `heartbeats`:
+    the file of heartbeats (empty: no process reads heartbeats). `meeting`: the store for the rendezvous of all ranks
+    ("megalith://HOST:PORT"); empty: a file in `own`, if all ranks are on one machine. The run's key is not in the job file,
+    because other users may read it.
     """
 
     entry: str
@@ -113,13 +114,13 @@ class Assignment:
 
 
 def header(generation: str, what: str) -> bytes:
-    """The dated line that begins a generation in a log; `evidence.output` looks for it."""
+    """Return the dated line with which a generation begins in a log, and which `evidence.output` searches for."""
     now = datetime.now().astimezone().isoformat(timespec="milliseconds")
     return f"==== {now} generation {generation}: {what} ====\n".encode()
 
 
 def open_log(assignment: Assignment, rank: int) -> None:
-    """Send this process's output to the end of the rank's log, line by line, after a header."""
+    """Append a header to the rank's log, and then this process's output, line by line."""
     with disk.appending(assignment.log(rank)) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -128,7 +129,8 @@ def open_log(assignment: Assignment, rank: int) -> None:
 
 
 def heeded() -> tuple[signal.Signals, ...]:
-    """Return the signals that ask this process to stop. SIGHUP is left out if it was ignored from the start (`nohup`)."""
+    """Return the signals that request a stop of this process. SIGHUP is not one of them if it was ignored from the beginning
+    (`nohup`)."""
     return tuple(number for number in REQUESTS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN)
 
 
@@ -145,7 +147,7 @@ def set_signals() -> None:
 
 
 def set_threads(threads: int) -> None:
-    """Set torch's compute threads if torch is imported; otherwise, its import reads the environment."""
+    """Set torch's number of compute threads if torch is imported. Otherwise, torch will read the number from the environment."""
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(threads)
@@ -168,7 +170,7 @@ def _write_error(path: Path, error: BaseException, phase: str) -> None:
 
 
 def call(assignment: Assignment, rank: int, beats: Heartbeat) -> int:
-    """Call the entry function and return the exit status. Any exception is written to the log and to `rank-R.error.json`."""
+    """Call the entry function and return the exit status. Write an exception to the log and to `rank-R.error.json`."""
     try:
         beats.beat("import")
         entry = resolve(assignment.entry)
@@ -185,7 +187,8 @@ def call(assignment: Assignment, rank: int, beats: Heartbeat) -> int:
 
 
 def leave(status: int) -> NoReturn:
-    """End the process without the interpreter's shutdown, during which communication threads that still run would crash."""
+    """End the process without shutting the interpreter down, because communication threads that still run would crash during the
+    shutdown."""
     if status in ORDERLY:
         atexit._run_exitfuncs()  # a failed rank is gone at once instead, so that it is seen to fail first
     for stream in (sys.stdout, sys.stderr):
@@ -195,7 +198,8 @@ def leave(status: int) -> NoReturn:
 
 
 def begin(assignment: Assignment, rank: int, *, parent: int) -> NoReturn:
-    """Become `rank`: end with the parent process, send output to the rank's log, call the entry function, and exit."""
+    """Run `rank` in this process: make the process end with its parent, redirect output to the rank's log, call the entry
+    function, and exit."""
     status: int = ExitCode.FAILED
     try:
         parent_watch.die_with_parent(parent)

@@ -1,5 +1,4 @@
-"""Place of a rank: its slot, the node that fills the slot, and its folder of copies. Every rank imports this first, so it imports
-little."""
+"""A rank's slot, node, and folder for copies of the state. Every rank imports this module first, so it imports few others."""
 
 import os
 from collections.abc import Mapping
@@ -15,10 +14,10 @@ AGENT = "MEGALITH_AGENT"
 
 @dataclass(frozen=True)
 class RankInfo:
-    """A rank's place in the fleet. `placement` is the node of each slot; a slot holds `world / slots` consecutive ranks.
-
-    `memory`: the root of the copies in shared memory (None: no copies); this rank writes only below `folder`. `disk`: the root of the
-    copies on disks. `agent`: the process that supervises this node's ranks, if there is one. `key`: the run's key, if it has one.
+    """Nodes and folders as a rank sees them. `placement`: the node of each slot; a slot consists of `world / slots` consecutive
+    ranks. `memory`: folder that contains all nodes' copies of the state in shared memory (None: no copies); this rank writes only
+    into `folder`. `disk`: folder that contains all nodes' copies on disk. `agent`: id of the process that supervises this node's
+    ranks, if any. `key`: the run's key, if any.
     """
 
     rank: int
@@ -31,7 +30,7 @@ class RankInfo:
 
     @classmethod
     def find(cls, environment: Mapping[str, str] = os.environ) -> "RankInfo":
-        """Return this process's place from its environment. Outside a supervised run, the process is the only rank of the only slot."""
+        """Read a rank's nodes and folders from the environment. Without a supervisor, there is one slot with one rank."""
         rank, world = int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1"))
         memory, disk = (Path(root) if (root := environment.get(name)) else None for name in (MEMORY, DISK))
         placement = tuple(environment.get(PLACEMENT, "0").split(","))
@@ -43,7 +42,7 @@ class RankInfo:
         return slot_of(rank, world=self.world, slots=len(self.placement))
 
     def node_of(self, rank: int) -> str:
-        """The node that now fills the slot of a rank."""
+        """The node on which a rank runs."""
         return self.placement[self.slot_of(rank)]
 
     @property
@@ -56,12 +55,12 @@ class RankInfo:
 
     @property
     def folder(self) -> Path | None:
-        """Folder in which this rank's node keeps copies."""
+        """Folder for the copies that this rank's node keeps in memory."""
         return self.memory and node_folder(self.memory, self.node)
 
 
 def slot_of(rank: int, *, world: int, slots: int) -> int:
-    """Return the slot of a rank; each slot holds equally many consecutive ranks."""
+    """Return the slot of a rank; all slots have the same number of consecutive ranks."""
     return rank * slots // world
 
 
@@ -71,5 +70,5 @@ def ranks_of(slot: int, *, world: int, slots: int) -> range:
 
 
 def node_folder(memory: Path, node: str) -> Path:
-    """Folder in which a node keeps copies."""
+    """Return the folder for a node's copies of the state, in memory or on disk."""
     return memory / f"node-{node}"

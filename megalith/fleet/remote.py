@@ -36,7 +36,8 @@ SURVEY_SECONDS = 60.0  # that agents may take to read all their copies in memory
 
 @dataclass
 class Member:
-    """An agent that joined. `number`: in order of joining, from 1. `seen`: when its heartbeat last changed, by this process's clock."""
+    """An agent that joined. `number`: its number in the order of joining, from 1. `seen`: time, on this process's clock, at which
+    its heartbeat last changed."""
 
     number: int
     name: str
@@ -50,9 +51,9 @@ class Member:
 
 
 class RemoteNodes:
-    """Nodes that agents represent. An agent without a heartbeat for `fleet.node_timeout` is lost; its later messages are ignored.
-    Joining agents are identified by name: if a second agent with the same name joins, the first one counts as lost. Unreadable messages
-    of an agent are dropped, counted and reported; they never end a run.
+    """Nodes that agents represent. An agent that sends no heartbeat for `fleet.node_timeout` seconds is lost, and its later
+    messages are ignored. If a second agent with the name of a present one joins, the first one counts as lost. Unreadable
+    messages of an agent are dropped, counted and reported; they never end a run.
     """
 
     def __init__(self, store: RunStore, job: Job, fleet: FleetSpec, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -66,8 +67,8 @@ class RemoteNodes:
         self._found: list[Observation] = []
 
     def await_nodes(self, least: int, wanted: int, *, seconds: float) -> tuple[str, ...]:
-        """Wait until `wanted` nodes have joined; after `seconds`, accept `least` nodes. Raises TimeoutError if fewer have joined. Nodes
-        are returned in the engine's order, so that neighbouring nodes get neighbouring ranks.
+        """Wait until `wanted` nodes have joined, or, after `seconds`, at least `least` nodes. Raises TimeoutError if fewer than
+        `least` have joined. Nodes are returned in the launcher's order, so that neighbouring nodes get neighbouring ranks.
         """
         end = self._clock() + seconds
         while len(self.there()) < wanted and self._clock() < end:
@@ -75,10 +76,10 @@ class RemoteNodes:
         there = self.there()
         if len(there) < least:
             names = ", ".join(there) or "none"
-            refused = "".join(f"; {name} is not fit: {why}" for name, why in self._refused.items())
+            refused = "".join(f"; {name} was refused: {why}" for name, why in self._refused.items())
             raise TimeoutError(
-                f"{len(there)} of {least} nodes joined within {seconds:g} s ({names}{refused}). See why other nodes' agents do not start, "
-                "or set launch.start_timeout higher"
+                f"{len(there)} of {least} nodes joined within {seconds:g} s ({names}{refused}). Find out why the agents of "
+                f"other nodes do not start, or increase launch.start_timeout"
             )
         return there
 
@@ -97,8 +98,8 @@ class RemoteNodes:
             member.orders.put({"start": record})
 
     def _try_storage(self) -> None:
-        """Raise OSError if the run folder cannot be written before ranks start, so that a wait for storage uses up no starts. On one
-        machine, the start's own write raises this error."""
+        """Raise OSError if the run folder cannot be written, so that the controller waits for storage instead of counting a
+        failed start. On one machine, writing the job file raises this error."""
         probe = self._job.run_dir / "ranks" / "room"
         try:
             probe.write_bytes(bytes(ROOM_BYTES))
@@ -122,14 +123,14 @@ class RemoteNodes:
 
     @contextlib.contextmanager
     def _dropping(self, where: str) -> Iterator[None]:
-        """Drop a message that the block cannot interpret."""
         try:
             yield
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             self._unreadable.drop(where, error)
 
     def _turned_away(self) -> list[Observation]:
-        """Return observations for the nodes that ask to join but are unfit. Such a node stays out until it becomes fit and joins."""
+        """Return observations of the nodes that failed their health check when they tried to join. These nodes may try to join
+        again later."""
         found: list[Observation] = []
         while self._store.check([messages.refused_key(self._refusals + 1)]):
             self._refusals += 1
@@ -142,7 +143,6 @@ class RemoteNodes:
         return found
 
     def _newcomers(self) -> list[Observation]:
-        """Return observations for the nodes that joined since the last call."""
         found: list[Observation] = []
         while self._store.check([messages.member_key(self._joined + 1)]):
             self._joined += 1
@@ -164,7 +164,6 @@ class RemoteNodes:
         return found
 
     def _understand(self, member: Member, message: dict[str, Any]) -> Exit | Failure | Observation | None:
-        """Decode an agent's message; None if the message is about ranks that no longer exist."""
         if "sign" not in message and message["generation"] not in (self._generation.name, ""):
             return None
         match message:
@@ -182,10 +181,9 @@ class RemoteNodes:
                 return failure
             case {"sign": record}:
                 return observations.load(record)
-        raise ValueError(f"the agent of {member.name} sent {message}, which this version does not know")
+        raise ValueError(f"this version does not know the message {message} from the agent of {member.name}")
 
     def _silent(self) -> list[Observation]:
-        """Return the nodes that have sent no heartbeat for too long."""
         late = []
         for member in self._members.values():
             life = self._store.get(messages.beat_key(member.number)).decode(errors="replace") if self._has_beaten(member) else ""
@@ -217,7 +215,6 @@ class RemoteNodes:
 
     @property
     def _world(self) -> int:
-        """Ranks of this generation."""
         return self._job.now(shrunk=self._generation.shrunk).ranks
 
     def _node_of(self, rank: int) -> str:
@@ -227,7 +224,6 @@ class RemoteNodes:
         return [member for name, member in self._members.items() if name in names]
 
     def _holders(self, ranks: Iterable[int]) -> list[tuple[Member, list[int]]]:
-        """Return the agents that supervise any of these ranks, each with its ranks."""
         wanted = set(ranks)
         found = [(member, sorted(wanted & self._ranks_on(member.name))) for member in self._members.values()]
         return [(member, mine) for member, mine in found if mine]
@@ -267,12 +263,12 @@ class RemoteNodes:
             if answer is not None:
                 with self._dropping("unstarted"):
                     return FAILURE.validate_python(answer)
-        reason = f"had not started the ranks within {self._job.start_timeout:g} s, and no agent reported why"
+        reason = f"did not start the ranks within {self._job.start_timeout:g} s, and no agent reported the reason"
         return Failure(None, reason, "", "", self._job.run_dir / "ranks", time.time(), ExitCode.LOST)
 
     def _ask(self, asked: Sequence[tuple[Member, dict[str, Any]]], seconds: float) -> list[Any]:
-        """Ask each of these agents a question, and return their answers in the same order; None for an agent that does not answer in time
-        or is lost."""
+        """Send a question to each of these agents, and return the answers in the same order; None if an agent is lost or does not
+        answer in time."""
         keys = []
         for member, question in asked:
             self._questions += 1
@@ -319,7 +315,7 @@ class RemoteNodes:
         self.leave(ExitCode.LOST, forget=forget)
 
     def leave(self, code: int, *, forget: bool) -> None:
-        """End all agents with an exit status; with `forget`, they also delete their copies in memory."""
+        """Make all agents exit with status `code`. `forget`: they also delete their copies of the state."""
         self.send(signal.SIGKILL, self.running())
         for member in self._members.values():
             member.orders.put({"leave": int(code), "forget": forget})
@@ -330,5 +326,5 @@ class RemoteNodes:
 
 
 def node_logs(run_dir: Path, node: str) -> Path:
-    """Folder of the logs of a node's agent and ranks."""
+    """Return the folder for the logs of a node's agent and ranks."""
     return run_dir / "ranks" / f"node-{node}"

@@ -1,7 +1,8 @@
-"""Rendezvous of processes that an engine started, through a key-value store that may still hold keys of earlier starts.
+"""Rendezvous of processes that a launcher started, through a key-value store that may still contain keys of earlier starts.
 
-The caller passes the store (torch's TCPStore, Megalith's own, or a dictionary in a test). torch's store has no authentication: anybody
-who reaches its port may have written its values. So they are trusted only for an address, at which all processes then authenticate.
+The caller passes the store (torch's TCPStore, Megalith's own, or a dictionary in a test). Anybody who can reach the port of
+torch's TCPStore may write to it without authentication, so only an address is read from it, and processes authenticate each other
+there.
 """
 
 import secrets
@@ -12,7 +13,8 @@ POLL_SECONDS = 0.02
 
 
 class Store(Protocol):
-    """Interface of a store, which torch's stores implement. `get` waits for the key, up to the store's own time limit."""
+    """Interface of a store, which torch's stores implement. `get` waits until the key exists, at most for the store's time
+    limit."""
 
     def set(self, key: str, value: str, /) -> None:
         """Write."""
@@ -44,11 +46,11 @@ class RunStore(Store, Protocol):
 
 
 def agree(store: Store, value: str, *, rank: int, world: int, seconds: float) -> str:
-    """Return rank 0's `value` on every rank of the current start. An engine may restart ranks while the store lives on, and its count
-    of starts is not shared: the agents of several machines count separately. So each rank draws a fresh random word, and rank 0 answers
-    it: the answer to a fresh word cannot be stale. Rank 0 returns once all ranks have confirmed. Until then it also answers stale
-    words, which no rank reads. On rank 0, raises TimeoutError with the ranks that did not arrive within `seconds`; elsewhere, any error
-    of the store's `get`.
+    """Return rank 0's `value` on every rank of the current start. A launcher may restart ranks while the store keeps its keys,
+    and it has no count of starts that is equal on all machines. So each rank writes a new random word, to which rank 0 writes an
+    answer; the answer to a new word cannot be from an earlier start. Rank 0 returns when all ranks have confirmed their answers.
+    On rank 0, raises TimeoutError with the ranks that did not arrive within `seconds`; on other ranks, any error of the store's
+    `get`.
     """
     if rank:
         word = secrets.token_hex(8)
@@ -68,7 +70,8 @@ def agree(store: Store, value: str, *, rank: int, world: int, seconds: float) ->
                 missing.discard(other)
         if missing and time.monotonic() > end:
             raise TimeoutError(
-                f"{_ranks(missing)} of {world} did not arrive within {seconds:g} s. See their output, or give them more time"
+                f"{_ranks(missing)} of {world} did not arrive within {seconds:g} s. Read the output of these ranks, or "
+                f"increase launch.start_timeout"
             )
         time.sleep(POLL_SECONDS if missing else 0)
     return value

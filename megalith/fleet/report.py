@@ -1,7 +1,7 @@
-"""Reports of a rank to its parent: observations of faults that only the rank can see.
+"""Reports of a rank to its supervisor: observations of faults that only the rank itself can detect.
 
-Each report is a separate file, written in full and then renamed, so that readers never see half a report, and the report outlives
-its writer.
+Each report is a separate file, written in full and then renamed, so that readers never see a partial report, and reports remain
+after a rank's end.
 """
 
 import contextlib
@@ -22,19 +22,20 @@ __all__ = ["RankInfo", "Reported", "collect", "node_folder", "ranks_of", "refusi
 
 
 class Reported(RuntimeError):  # noqa: N818  # it says what was done
-    """Ends a rank that has reported an observation; other processes decide on the response."""
+    """Exception that ends a rank after it has reported an observation, to which other processes respond."""
 
     exit_code = ExitCode.REPORTED
 
 
 class Unreachable(Reported):
-    """Ends a rank that cannot reach storage which the run has used. Under any launcher, the same command can succeed later."""
+    """Exception that ends a rank which cannot access storage that the run has used. The same command can succeed later."""
 
     exit_code = ExitCode.LOST
 
 
 def report(observation: Observation, environment: Mapping[str, str] = os.environ) -> None:
-    """Report an observation to the supervisor. Without a supervisor (ranks of another launcher), print it."""
+    """Report an observation to the supervisor. If another launcher started the ranks, there is no supervisor, and the observation
+    is printed."""
     text = json.dumps(observations.dump(observation))
     folder = environment.get(REPORTS)
     if folder is None:
@@ -47,9 +48,8 @@ def report(observation: Observation, environment: Mapping[str, str] = os.environ
 
 @contextlib.contextmanager
 def refusing(*errors: type[Exception]) -> Iterator[None]:
-    """End this rank if the block raises one of `errors`: the files do not belong to this run, and a restart would not help.
-
-    Without a supervisor (ranks of another launcher) the error is raised.
+    """Report and end this rank if the block raises one of `errors`, which mean that a file does not belong to this run. If
+    another launcher started the ranks, the error itself is raised.
     """
     try:
         yield
@@ -61,8 +61,7 @@ def refusing(*errors: type[Exception]) -> Iterator[None]:
 
 
 def collect(folder: Path) -> list[Observation]:
-    """Return the reports that have arrived, oldest first; each is returned once. A report that cannot be read stays in
-    its place."""
+    """Return the reports that have arrived, oldest first, and delete them. An unreadable report is renamed to `*.unreadable`."""
     found: list[Observation] = []
     with disk.if_available():  # a report left there is read by a later call
         for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns):

@@ -27,7 +27,9 @@ class AlertsSpec(Spec):
         default=("ended", "silent", "loss", "slow", "memory", "experts", "disk"), description="kinds of alert that are sent"
     )
     silent: NonNegativeFloat = Field(
-        default=0.0, description="seconds without an event; 0: 20 times the usual time between steps, 10 s at least"
+        default=0.0,
+        description="seconds without an event in the log before an alert is sent; 0: 20 times the usual time between steps, "
+        "10 s at least",
     )
     slower: NonNegativeFloat = Field(
         default=0.8, lt=1.0, description="share of the usual tokens per second below which a run is slow"
@@ -37,19 +39,23 @@ class AlertsSpec(Spec):
         default=0.95, le=1.0, description="share of the device's memory above which a memory peak is reported"
     )
     experts: NonNegativeFloat = Field(
-        default=0.5, lt=1.0, description="evenness of the experts' load (1: even) below which the routing counts as collapsed"
+        default=0.5,
+        lt=1.0,
+        description="evenness of the load of a layer's experts (1: all loads are equal) below which an alert reports "
+        "collapsed routing",
     )
     disk: NonNegativeFloat = Field(
-        default=2.0, description="number of further checkpoints that the run folder's disk must have room for"
+        default=2.0, description="an alert is sent if the run folder's disk has room for fewer further checkpoints than this"
     )
     again: NonNegativeFloat = Field(
-        default=3600.0, description="seconds before the same alert is sent again; its cause must have been gone for a minute"
+        default=3600.0,
+        description="seconds before the same alert can be sent again; its cause must also have been absent for a minute",
     )
 
 
 def address_of(target: str, environment: Mapping[str, str]) -> str:
-    """Return the address that `alerts.post` names. Raises ValueError for anything else. The message leaves the value out,
-    because anyone who knows the address may post there."""
+    """Return the address that `alerts.post` names. Raises ValueError if it is not an http or https address. The error does not
+    quote the address, because anyone who knows it may post messages to it."""
     address, what = target, "alerts.post"
     if target.startswith(ENVIRONMENT):
         name = target.removeprefix(ENVIRONMENT)

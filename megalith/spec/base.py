@@ -6,12 +6,12 @@ from pydantic import BaseModel, ConfigDict
 
 
 class AbsentError(AttributeError):
-    """A value of a spec is absent, because the user gave a faulty one."""
+    """A value of a spec cannot be read, because the user gave an invalid value."""
 
 
 class Spec(BaseModel):
-    """A frozen value. Unknown keys are errors; a list in TOML is a tuple here. If some values are faulty,
-    `spec.validate.examine` returns a spec without them: reading a missing value raises AbsentError."""
+    """A frozen value. Unknown keys are errors; a list in TOML becomes a tuple. If some values are invalid,
+    `spec.validate.examine` returns a spec without these values, and reading one of them raises AbsentError."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 

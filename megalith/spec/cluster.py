@@ -17,9 +17,10 @@ from megalith.spec.problem import Problem, SpecErrors, near
 
 
 class Accelerator(Spec):
-    """One device. Rates are per second and per device; links count ONE direction (vendors print the sum of both).
+    """One device. Rates are per second and per device. The rate of a link is that of ONE direction (vendors print the sum of both
+    directions).
 
-    An unpublished figure is None, or missing from `peak`: figures are never guessed.
+    A figure that the vendor did not publish is None, or missing from `peak`.
     """
 
     name: str
@@ -30,14 +31,20 @@ class Accelerator(Spec):
     memory: PositiveInt | None = Field(default=None, description="bytes")
     memory_bandwidth: PositiveFloat | None = Field(default=None, description="bytes/s")
     scale_up: PositiveFloat | None = Field(default=None, description="bytes/s out of a device over its fast links, one direction")
-    scale_up_domain: PositiveInt = Field(default=1, description="devices that the fast links join")
+    scale_up_domain: PositiveInt = Field(default=1, description="number of devices that the fast links connect to each other")
     torus: int = Field(
-        default=0, ge=0, le=6, description="dimensions of the torus of the fast links; 0: a switch, or links between all"
+        default=0,
+        ge=0,
+        le=6,
+        description="number of dimensions, if the fast links form a torus; 0: they form a switch, or connect every pair of "
+        "devices",
     )
     per_node: PositiveInt = Field(default=1, description="devices of one host")
     scale_out: PositiveFloat | None = Field(default=None, description="bytes/s out of a device over the network, one direction")
     power: PositiveFloat | None = Field(default=None, description="thermal design power, in watts")
-    price_per_hour: NonNegativeFloat | None = Field(default=None, description="US dollars; an assumed price: give your own")
+    price_per_hour: NonNegativeFloat | None = Field(
+        default=None, description="US dollars per hour of one device; the catalogue's price is an assumption, so set your own"
+    )
     compute_capability: PositiveFloat | None = Field(default=None, description="NVIDIA's compute capability, such as 9.0")
     source: dict[str, str] = Field(description="sources of peak, memory, links, power and price")
 
@@ -58,14 +65,15 @@ class Accelerator(Spec):
 
     @property
     def wide(self) -> float:
-        """Dense FLOP/s in `half`. Raises KeyError if the rate is not published."""
+        """Dense FLOP/s in `half`. Raises KeyError if `peak` has no rate for that format."""
         return self.peak[self.half]
 
 
 class Measured(Spec):
     """Figures of one machine, as `megalith doctor --calibrate` measured them with all ranks at work.
 
-    Predictions use them in place of fitted ones. Shares are of the accelerator's own rates.
+    Predictions use these figures in place of fitted ones. A share is the measured rate divided by the accelerator's published
+    rate.
     """
 
     device: str = Field(description="the device that was measured, as torch calls it")
@@ -74,41 +82,48 @@ class Measured(Spec):
     torch: str = Field(description="version of PyTorch used in the measurement")
     ranks: PositiveInt = Field(description="ranks that computed at the same time")
     threads: PositiveInt = Field(default=1, description="compute threads of each rank")
-    wide: PositiveFloat = Field(description="share of peak that a large product reaches")
-    ramp: NonNegativeFloat = Field(description="inner size at which a product reaches half of that share")
-    attention_forward: PositiveFloat = Field(description="share of the 16-bit peak that attention reaches")
-    attention_backward: PositiveFloat = Field(description="share of the 16-bit peak that the backward of attention reaches")
-    memory: PositiveFloat = Field(description="share of the memory bandwidth that element-wise operations reach")
+    wide: PositiveFloat = Field(description="share of the peak FLOP/s that a large matrix product reaches")
+    ramp: NonNegativeFloat = Field(description="inner size at which a matrix product reaches half the rate of a large one")
+    attention_forward: PositiveFloat = Field(description="share of the 16-bit peak FLOP/s that attention's forward reaches")
+    attention_backward: PositiveFloat = Field(description="share of the 16-bit peak FLOP/s that attention's backward reaches")
+    memory: PositiveFloat = Field(description="share of the device's memory bandwidth that element-wise operations reach")
     fast: PositiveFloat | None = Field(
-        default=None, description="share of scale_up that a large collective reaches; unset with one rank"
+        default=None,
+        description="share of the accelerator's scale_up rate that a large collective reaches; unset if one rank was measured",
     )
     latency: PositiveFloat | None = Field(
-        default=None, description="seconds that a collective takes to start; unset with one rank"
+        default=None, description="seconds that a collective takes to start; unset if one rank was measured"
     )
-    launch: PositiveFloat = Field(description="seconds to start an operation")
+    launch: PositiveFloat = Field(description="seconds that the host needs to launch an operation")
     in_turn: bool = Field(
-        description="true on a CPU: the processor that launches an operation also computes it, so launches are not hidden"
+        description=(
+            "true on a CPU: the processor that launches an operation also computes it, so launch times add to the computation"
+        )
     )
 
 
 class HostSpec(Spec):
-    """One host of a cluster, with the resources that its devices share. For a key that is None, `cost.host` assumes a figure
+    """Memory, links and disks of one host of a cluster, which its devices share. If a key is None, `cost.host` assumes a figure
     for each device."""
 
-    memory: PositiveInt | None = Field(default=None, description="bytes of memory; training state may take half of it")
+    memory: PositiveInt | None = Field(
+        default=None, description="bytes of the host's memory; training state may take half of them"
+    )
     memory_bandwidth: PositiveFloat | None = Field(
-        default=None, description="largest rate at which its memory is read and written, in bytes/s"
+        default=None, description="largest rate at which the host's memory is read and written, in bytes/s"
     )
     link: PositiveFloat | None = Field(
-        default=None, description="bytes/s between one device and its host's memory, one direction"
+        default=None, description="bytes/s between one device and the host's memory, in one direction"
     )
-    disk: PositiveInt | None = Field(default=None, description="bytes on its disks that training state may take")
-    disk_bandwidth: PositiveFloat | None = Field(default=None, description="bytes/s that its disks read while they write as much")
+    disk: PositiveInt | None = Field(default=None, description="bytes on the host's disks that training state may take")
+    disk_bandwidth: PositiveFloat | None = Field(
+        default=None, description="bytes/s that the host's disks can read while they write at the same rate"
+    )
 
 
 class ClusterSpec(Spec):
-    """A number of equal accelerators, with their links, faults and prices. A key that is None has the value of the
-    accelerator's entry."""
+    """A cluster of equal accelerators, with their links, faults and prices. A key left out of a cluster file has the value of the
+    accelerator's entry in the catalogue."""
 
     accelerator: Accelerator
     count: PositiveInt
@@ -116,7 +131,8 @@ class ClusterSpec(Spec):
     scale_out: PositiveFloat | None = Field(default=None, description="bytes/s out of a device over the network, one direction")
     pod: PositiveInt | None = Field(
         default=None,
-        description="devices of a pod, in which all reach each other at the rate of scale_out; unset: one pod has all devices",
+        description="number of devices in a pod: within a pod, any two devices communicate at the scale_out rate; unset: all "
+        "devices are in one pod",
     )
     oversubscription: float = Field(
         default=1.0,
@@ -126,7 +142,8 @@ class ClusterSpec(Spec):
     price_per_hour: NonNegativeFloat | None = Field(default=None, description="US dollars a device")
     interruptions: NonNegativeFloat = Field(
         default=419 / (54 * 24 * 16_384),
-        description="unexpected interruptions a device-hour; default: Llama 3 405B, 419 in 54 days on 16,384 H100 (arXiv:2407.21783)",
+        description="unexpected interruptions per device-hour; default: the rate of the Llama 3 405B run, 419 in 54 days on "
+        "16,384 H100 (arXiv:2407.21783)",
     )
     reliability: Reliability = Field(default=Reliability(), description="how nodes break, and for how long")
     measured: Measured | None = Field(default=None, description="figures that `megalith doctor --calibrate` measured")
@@ -136,14 +153,16 @@ class ClusterSpec(Spec):
     def _pods_are_whole(self) -> Self:
         near = max(self.per_node, self.accelerator.scale_up_domain)
         if self.pod is None and self.oversubscription > 1:
-            raise ValueError(f"oversubscription = {self.oversubscription:g} applies to a pod: set pod, in devices")
+            raise ValueError(f"oversubscription = {self.oversubscription:g} needs a pod size: set pod, in devices")
         if self.pod is not None and self.pod % near:
-            raise ValueError(f"pod = {self.pod} is not a multiple of the {near} devices that fast links join: use a multiple")
+            raise ValueError(
+                f"pod = {self.pod} is not a multiple of the {near} devices that the fast links connect: use a multiple"
+            )
         return self
 
     @property
     def nodes(self) -> int:
-        """The number of hosts; the last one may not be full."""
+        """The number of hosts; the last one may have fewer devices than the others."""
         return -(-self.count // self.per_node)
 
     @property
@@ -153,8 +172,8 @@ class ClusterSpec(Spec):
         return self.accelerator.name if found is None or not found.in_turn else found.processor
 
     def resized(self, count: int) -> "ClusterSpec | None":
-        """Return the cluster with another number of devices. Return None if its figures were measured on a CPU, because they
-        only hold for the number of ranks that shared it."""
+        """Return the cluster with another number of devices. Return None if the cluster's figures were measured on a CPU, because
+        they only hold for the number of ranks that shared the CPU."""
         shared = self.measured is not None and self.measured.in_turn
         return None if shared and count != self.count else self.model_copy(update={"count": count})
 
@@ -193,7 +212,7 @@ CALIBRATE = "Measure with megalith doctor --calibrate FILE.toml"
 
 
 COUNTED = re.compile(r"(\d+) ?[x*×] ?(\S+)")
-"""A number of devices before their name, such as 8xh100."""
+"""Pattern of a number of devices followed by the device's name, such as 8xh100."""
 
 
 @cache
@@ -209,8 +228,7 @@ def _accelerator(name: str, row: dict[str, Any]) -> Accelerator:
 
 
 def find(device_name: str) -> Accelerator | None:
-    """Return the accelerator that torch calls `device_name`. Return None if the catalogue does not contain it: peaks are not
-    guessed."""
+    """Return the accelerator that torch calls `device_name`. Return None if the catalogue has no such device."""
     wanted = device_name.strip().lower()
     for accelerator in catalogue().values():
         if wanted in (name.lower() for name in accelerator.device_names):
@@ -235,7 +253,7 @@ def load(text: str) -> ClusterSpec:
 
 
 def counted(text: str) -> bool:
-    """True if `text`, an argument of `load`, states the number of devices. A bare name in a run file does not."""
+    """True if `text`, an argument of `load`, states the number of devices, as "h100:16" does and "h100" does not."""
     return ":" in text or text.endswith(".toml") or COUNTED.fullmatch(text) is not None
 
 
@@ -272,7 +290,8 @@ def _read(path: Path) -> ClusterSpec:
 
 
 def changed(cluster: ClusterSpec, values: Mapping[str, Any]) -> ClusterSpec:
-    """Return the cluster with other values: keys of a cluster file, with tables for `accelerator` and `host`. Raises SpecErrors."""
+    """Return the cluster with other values for some keys of a cluster file; `accelerator` and `host` are tables. Raises
+    SpecErrors."""
     try:
         return ClusterSpec.model_validate(_laid(cluster.model_dump(), values))
     except ValidationError as error:
@@ -280,13 +299,12 @@ def changed(cluster: ClusterSpec, values: Mapping[str, Any]) -> ClusterSpec:
 
 
 def _laid(below: Any, above: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tree `below` with the values of `above` in place of its own."""
     held = below if isinstance(below, dict) else {}
     return held | {key: _laid(held.get(key), value) if isinstance(value, Mapping) else value for key, value in above.items()}
 
 
 def _invalid(error: ValidationError, where: str) -> SpecErrors:
-    """Return the problems of a faulty description, each with its key after the prefix `where`."""
+    """Convert pydantic's errors about a cluster file to problems; each problem's key is preceded by `where`."""
     found = ((".".join(map(str, each["loc"])), each) for each in error.errors())
     return SpecErrors(
         [
@@ -299,22 +317,23 @@ def _invalid(error: ValidationError, where: str) -> SpecErrors:
 def _correct(key: str) -> str:
     nearest = near(key, ClusterSpec.model_fields) if "." not in key else None
     hint = f"Did you mean {nearest!r}? " if nearest and nearest != key else ""
-    return f"{hint}Correct it, or leave the key out."
+    return f"{hint}Correct the value, or leave the key out."
 
 
 def _measured_elsewhere(path: Path, cluster: ClusterSpec) -> list[Problem]:
-    """Return a problem for each value that shows that a file's measured figures come from other devices."""
     found, device = cluster.measured, cluster.accelerator
     if found is None:
         return []
     problems = list[Problem]()
     if found.device not in device.device_names:
-        reason = f"{device.name} is not the device that was measured: torch calls it {', '.join(device.device_names) or 'nothing known'}"
-        way_out = f"{CALIBRATE} on that device, or leave [measured] out."
+        known = ", ".join(device.device_names) or "not known"
+
+        reason = f"the figures were not measured on {device.name}, which torch calls {known}"
+        way_out = f"{CALIBRATE} on that device, or remove the table [measured] from this file."
         problems.append(_problem(f"{path}: measured.device", found.device, reason, way_out))
     if found.ranks > cluster.count or (found.in_turn and found.ranks != cluster.count):
-        shared = "ranks of one machine share its processors, and " * found.in_turn
-        reason = f"{shared}count = {cluster.count}"
+        shared = ", but the measured ranks shared one machine's processors" * found.in_turn
+        reason = f"count = {cluster.count}{shared}"
         way_out = f"{CALIBRATE} --ranks {cluster.count}, or set count = {found.ranks}."
         problems.append(_problem(f"{path}: measured.ranks", found.ranks, reason, way_out))
     return problems

@@ -1,8 +1,8 @@
 """Run files: from TOML to a checked RunSpec, with the origin of each value. Later values override earlier ones in this order:
-defaults, preset (`[model] preset = "llama3-8b"`), file, command line (`--set train.steps=100`). Tables are merged key by key;
-all other values are replaced. Relative paths in a run file start at the current directory, as on the command line: the same
-`data.path` means the same folder wherever the run file lies. The exception is a cluster file, which is usually beside run
-files: `read` looks in the run file's folder first.
+defaults, preset (`[model] preset = "llama3-8b"`), file, command line (`--set train.steps=100`). Tables are merged key by key; all
+other values are replaced. Relative paths in a run file start at the current directory, as on the command line: the same
+`data.path` means the same folder wherever the run file lies. Only the path of a cluster file is first looked up in the run file's
+folder, because the two are usually in one folder.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ FILE = "run.toml"
 SPEC_FILE = "spec.json"
 PROVENANCE_FILE = "provenance.json"
 STARTED = "started."
-"""Prefix of the keys in provenance.json that record the start of a run."""
+"""Prefix of those keys in provenance.json that record how a run was started."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,14 @@ class ResolvedRun:
 
 @dataclass(frozen=True)
 class Reading:
-    """Result of reading: a spec and its problems. Faulty values are not in the spec: reading one raises AbsentError."""
+    """Result of reading a run file: the spec and its problems. Invalid values are not in the spec, and reading one raises
+    AbsentError."""
 
     resolved: ResolvedRun
     problems: list[Problem]
 
     def whole(self) -> ResolvedRun:
-        """Return the run if it has no problems; raises SpecErrors with every problem."""
+        """Return the run if it has no problems; otherwise raise SpecErrors with all of them."""
         if self.problems:
             raise SpecErrors(self.problems)
         return self.resolved
@@ -72,8 +73,8 @@ def load(path: str | Path, *, overrides: Sequence[str] = ()) -> ResolvedRun:
 
 
 def read(path: str | Path, *, overrides: Sequence[str] = (), saved: bool = False) -> Reading:
-    """Like `load`, but return the problems together with the valid values. `saved`: the file is that of a run folder, where
-    renamed keys keep their old meaning. Raises SpecErrors where the file or a setting is not TOML."""
+    """Like `load`, but return the problems together with the valid values. `saved`: the file is in a run folder, where renamed
+    keys keep their old meaning. Raises SpecErrors if the file or an override is not TOML."""
     path = Path(path)
     problems: list[Problem] = []
     layers: list[Layer] = []
@@ -90,7 +91,6 @@ def read(path: str | Path, *, overrides: Sequence[str] = (), saved: bool = False
 
 
 def _cluster_missing(resolved: ResolvedRun, path: Path) -> list[Problem]:
-    """Return a problem if the run file names a cluster file that is in neither possible folder."""
     source = resolved.provenance.get("cluster", "")
     if not source.startswith("file "):
         return []
@@ -104,14 +104,13 @@ def _cluster_missing(resolved: ResolvedRun, path: Path) -> list[Problem]:
             "cluster",
             named,
             reason,
-            "Correct the path (it may be relative to either folder), or give an absolute path.",
+            "Correct the path (it may be relative to either of these folders), or give an absolute path.",
             source,
         )
     ]
 
 
 def _tables_of_sites(values: Tree) -> list[Tree]:
-    """The table of each site in the values of a run file; faulty values are skipped."""
     sites = values.get("sites")
     each = sites.get("each") if isinstance(sites, dict) else None
     return [one for one in each if isinstance(one, dict)] if isinstance(each, list) else []
@@ -150,14 +149,15 @@ def _lay_all(layers: Sequence[Layer], *, path: Path | None, saved: bool = False)
 
 
 def _placed(spec: RunSpec) -> RunSpec:
-    """Return a run as the command of its site trains it. Return it unchanged if the values that this needs are missing."""
+    """Return the run of the site that this command trains (`sites.at_site`). Return the run unchanged if values of its sites are
+    missing."""
     with contextlib.suppress(AbsentError):
         return at_site(spec)
     return spec
 
 
 def dump(resolved: ResolvedRun, *, brief: bool = False) -> str:
-    """Return the whole run as TOML, each value with its origin beside it. `load` reads it back to an equal spec.
+    """Return the whole run as TOML, with the origin of each value in a comment. `load` of this text returns an equal spec.
 
     A value that is not set is written as "none". `brief`: leave out default values, and write a model that equals a preset as
     the preset's name.
@@ -181,8 +181,8 @@ def dump(resolved: ResolvedRun, *, brief: bool = False) -> str:
 
 
 def telling(spec: RunSpec, origins: Mapping[str, str] = MappingProxyType({})) -> Iterator[Leaf]:
-    """Yield the values of a run that are not defaults. A model that equals a preset is one value. `origins`: the origin of
-    each value."""
+    """Yield the values of a run that are not defaults; if the model equals a preset, only the preset's name is yielded for it.
+    `origins`: the origin of each value."""
     values = spec.model.model_dump()
     kept = {name: values[name] for name, field in type(spec.model).model_fields.items() if field.is_required()}
     usual = {leaf.path: leaf.value for leaf in leaves(type(spec.model).model_validate(kept))}
@@ -205,7 +205,6 @@ def telling(spec: RunSpec, origins: Mapping[str, str] = MappingProxyType({})) ->
 
 
 def _told(table: Any) -> Any:
-    """Return a site's table without the default values of its plan, and any other list item unchanged."""
     if isinstance(table, Mapping) and isinstance(table.get("plan"), Mapping):
         return {**table, "plan": Plan.model_validate(table["plan"]).model_dump(exclude_defaults=True)}
     return table
@@ -217,8 +216,8 @@ def spec_text(spec: RunSpec) -> str:
 
 
 def save(resolved: ResolvedRun, run_dir: Path, origin: Mapping[str, str] | None = None) -> None:
-    """Write run.toml (for people, and to load again), spec.json and provenance.json (for programs) to the run folder.
-    `origin`: further entries of provenance.json; their keys get the prefix STARTED."""
+    """Write run.toml (for people and for `load`), spec.json and provenance.json (for programs) to the run folder. `origin`:
+    further entries of provenance.json, whose keys get the prefix STARTED."""
     run_dir.mkdir(parents=True, exist_ok=True)
     disk.write_whole(run_dir / SPEC_FILE, spec_text(resolved.spec))
     provenance = resolved.provenance | {f"{STARTED}{name}": value for name, value in (origin or {}).items()}
@@ -231,7 +230,7 @@ def _printable(text: str) -> str:
 
 
 def lay(tree: Tree, values: Tree, *, source: str, sources: dict[str, str], path: tuple[str, ...] = ()) -> None:
-    """Merge values into a tree, tables key by key; note the origin of each in `sources`."""
+    """Merge values into a tree, tables key by key; record `source` as the origin of each value in `sources`."""
     for name, value in values.items():
         here = (*path, name)
         if isinstance(value, dict):
@@ -244,8 +243,8 @@ def lay(tree: Tree, values: Tree, *, source: str, sources: dict[str, str], path:
 
 
 def _preset(layers: Sequence[Layer]) -> tuple[list[Layer], list[Problem]]:
-    """Return the layer of the preset that the last layer with a preset names. For an unknown preset, return the problem and
-    no layer."""
+    """Return a layer with the values of the preset that the layers name; the last layer that names one counts. For an unknown
+    preset, return a problem and no layer."""
     for layer in reversed(layers):
         model = layer.values.get("model")
         if not isinstance(model, dict) or "preset" not in model:
@@ -268,7 +267,7 @@ def _file(path: Path) -> Layer:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         nearest = near(path.name, (p.name for p in _beside(path)))
-        way_out = f"Did you mean {path.with_name(nearest)}?" if nearest else "Relative paths start at the current directory."
+        way_out = f"Did you mean {path.with_name(nearest)}?" if nearest else "A relative path starts at the current directory."
         raise problem(f"no such file (looked in {path.parent.absolute()})", way_out) from None
     except IsADirectoryError:
         raise problem("is a folder, but a run file is needed", f"Did you mean {path / FILE}?") from None
@@ -295,7 +294,7 @@ def _beside(path: Path) -> Iterator[Path]:
 
 
 def read_setting(text: str) -> Layer:
-    """Parse `--set TEXT`: "a.b=VALUE". A VALUE that is not TOML is text. Raises SpecErrors."""
+    """Parse the TEXT of `--set TEXT`, which is "a.b=VALUE". If VALUE is not TOML, it is read as a string. Raises SpecErrors."""
     name, equals, value = (part.strip() for part in text.partition("="))
 
     def problem(reason: str, way_out: str) -> SpecErrors:
@@ -311,4 +310,6 @@ def read_setting(text: str) -> Layer:
             return Layer(tomllib.loads(attempt), "command line")
         except tomllib.TOMLDecodeError as failed:
             error = failed
-    raise problem(f"not TOML: {error}", "Write --set a.b=VALUE, all in 'single quotes' if VALUE has quotes or spaces.")
+    raise problem(
+        f"not TOML: {error}", "Write --set a.b=VALUE, and put a.b=VALUE in 'single quotes' if VALUE has quotes or spaces."
+    )

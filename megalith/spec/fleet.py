@@ -13,102 +13,122 @@ class FleetSpec(Spec):
 
     recover: bool = Field(
         default=True,
-        description="start the ranks again after a fault; false: any fault ends the run, and nothing is copied or checked",
+        description="restart the ranks after a fault; false: any fault ends the run, no copies of the state are kept in "
+        "memory or on disk, and machines are not checked",
     )
     nodes: PositiveInt = Field(
-        default=1, description="number of nodes, each a group of ranks; on one machine, more than one rehearses a cluster"
+        default=1, description="number of nodes, each a group of ranks; more than one node on one machine rehearses a cluster"
     )
-    spares: NonNegativeInt = Field(default=0, description="warm nodes outside the mesh that take a lost node's place")
+    spares: NonNegativeInt = Field(default=0, description="number of warm spare nodes outside the mesh, which replace lost nodes")
     no_spare: Literal["wait", "shrink", "stop"] = Field(
         default="wait",
-        description="action when a node is lost and no spare is left; shrink: continue under `fallback`, not bitwise",
+        description="action when a node is lost and no spare is left; shrink: continue under the plan `fallback`, whose "
+        "results are not bitwise equal",
     )
     wait_limit: PositiveFloat = Field(
         default=3600.0,
-        description="seconds to wait for a node, for space for the run's last checkpoint, or for a checkpoint that cannot be "
-        "reached. If no node comes, the run shrinks if it has a fallback, else it stops (exit status 71)",
+        description="seconds to wait for a node, for space for the run's last checkpoint, or for unavailable storage. If no "
+        "node joins in this time, the run continues under its fallback if it has one, else it stops (exit status 71)",
     )
-    fallback: Plan | None = Field(default=None, description="plan to continue with when too few nodes are left")
+    fallback: Plan | None = Field(
+        default=None, description="plan under which the run continues when too few nodes are left for its own plan"
+    )
     memory_every: NonNegativeInt = Field(
         default=1, description="steps between copies of the state into the node's shared memory; 0: none"
     )
-    memory_keep: PositiveInt = Field(default=2, description="copies kept in shared memory, besides the one being written")
+    memory_keep: PositiveInt = Field(
+        default=2, description="number of complete copies kept in shared memory, in addition to the one being written"
+    )
     buddy: Literal["none", "next", "far"] = Field(
         default="far",
-        description="a second copy in the memory of another node. next: the next node. far: half the nodes away, in another rack",
+        description="node whose memory holds a second copy of a node's state. next: the next node; far: the node half the "
+        "nodes away, in another rack",
     )
     disk_every: NonNegativeInt = Field(default=0, description="steps between copies on the node's own disk; 0: none")
     disk: str = Field(
         default="/var/tmp",
-        description="folder of the copies on each node's own disk, preferably one that survives a restart of the node",
+        description="folder for copies of the state on each node's own disk, preferably one that survives a restart of the node",
     )
     digest: bool = Field(
-        default=True, description="digest the state after each update and before the next, to find bits that flipped in between"
+        default=True,
+        description="compute a digest of the state after each update and before the next one, to detect bits that flipped between the two",
     )
     verify_every: NonNegativeInt = Field(
         default=0,
-        description="steps between recomputations of another replica's microbatch and of the buddy's update. A persistent fault is "
-        "detected within this many steps, a one-off fault only in a verified step; 0: never",
+        description="steps between verified steps, in which each rank recomputes a microbatch of another replica and the "
+        "update of its buddy. A persistent fault is detected within this many steps, a one-off fault only in a "
+        "verified step; 0: no step is verified",
     )
     verify: Literal["one", "all"] = Field(
         default="one",
-        description="microbatches recomputed in a verified step. one: a single one, computed again apart from the "
-        "step; never detects a one-off error. all: every one, compared with the step's own; detects one-off errors in "
-        "verified steps (in all steps, if verify_every is 1)",
+        description="microbatches that are recomputed in a verified step. one: one microbatch is computed twice after the "
+        "step, which never detects a one-off error of the step; all: every microbatch of the step is recomputed "
+        "and compared, which detects one-off errors in verified steps (in all steps, if verify_every is 1)",
     )
     hang_factor: PositiveFloat = Field(
-        default=3.0, description="a step that takes more than this many times the rolling 99th percentile is a hang"
+        default=3.0,
+        description="a run hangs if its ranks are silent for more than this many times the 99th percentile of earlier "
+        "silences in the same phase",
     )
-    hang_floor: PositiveFloat = Field(default=1.0, description="seconds without progress up to which a run is never called hung")
-    node_timeout: PositiveFloat = Field(default=3.0, description="seconds without a node's heartbeat until it counts as lost")
-    straggler_factor: PositiveFloat = Field(default=1.5, ge=1.0, description="a rank this much slower than the median is slow")
-    straggler_steps: PositiveInt = Field(default=8, description="consecutive slow steps that make a straggler")
+    hang_floor: PositiveFloat = Field(default=1.0, description="lower limit, in seconds, of the silence that is called a hang")
+    node_timeout: PositiveFloat = Field(default=3.0, description="seconds without a heartbeat after which a node counts as lost")
+    straggler_factor: PositiveFloat = Field(
+        default=1.5, ge=1.0, description="a rank is slow in a step if it computes this many times as long as the median rank"
+    )
+    straggler_steps: PositiveInt = Field(
+        default=8, description="number of consecutive slow steps after which a rank is called a straggler"
+    )
     same_failure: PositiveInt = Field(
         default=3,
         ge=2,
-        description="number of times that one failure occurs at one step before the run stops; the second time restores from the next tier",
+        description="the run stops when the same failure occurs at the same step for this number of times; after the second "
+        "time, it restores from the next slower tier",
     )
     fruitless: PositiveInt = Field(
-        default=10, description="number of starts in a row without a finished step after which the run stops"
+        default=10, description="the run stops after this number of consecutive starts in which no step was finished"
     )
     backoff: NonNegativeFloat = Field(
         default=1.0,
-        description="seconds before the third start without a step, and before a second health check; doubles each time",
+        description="seconds to wait after two consecutive starts without a finished step, or after a failed health check; "
+        "each further one doubles the wait",
     )
-    backoff_limit: NonNegativeFloat = Field(default=300.0, description="seconds between starts, or health checks, at most")
+    backoff_limit: NonNegativeFloat = Field(
+        default=300.0, description="upper limit, in seconds, of the wait between starts or health checks"
+    )
     check: Literal["start", "return"] = Field(
         default="start",
-        description="when machines are checked. start: before the first start and before an excluded node returns. "
-        "return: only before a return",
+        description="when a machine's health is checked. start: before the first start of ranks, and before an excluded node "
+        "returns; return: only before an excluded node returns",
     )
     burn_in: NonNegativeFloat = Field(
         default=2.0,
-        description="seconds of matrix products, compared bit for bit, before an excluded node returns; 0: none",
+        description="seconds for which an excluded node must repeat matrix products with bitwise equal results before it "
+        "returns; 0: no such test",
     )
     lemon_faults: PositiveInt = Field(
-        default=3, description="number of faults of one node within lemon_hours after which it is excluded and checked"
+        default=3, description="a node with this number of faults within lemon_hours is excluded until it passes a health check"
     )
-    lemon_hours: PositiveFloat = Field(default=168.0, description="hours for which a fault counts against its node")
+    lemon_hours: PositiveFloat = Field(default=168.0, description="hours for which a fault counts towards lemon_faults")
     ledger: str | None = Field(
         default=None,
-        description="file with the history of each node, shared by all runs that name it; default: nodes.jsonl in the run folder",
+        description="file with the faults and health checks of each node, which several runs may share; default: nodes.jsonl "
+        "in the run folder",
     )
 
     @property
     def looks_before_start(self) -> bool:
-        """True if a machine is checked before ranks first start on it."""
+        """True if a machine's health is checked before ranks first start on it."""
         return self.recover and self.check == "start"
 
     @property
     def tiers(self) -> tuple[Literal["memory", "buddy", "disk", "store"], ...]:
-        """The tiers that this run copies its state to, fastest first. The shared store is always one."""
+        """The tiers to which this run copies its state, fastest first. The shared store is always among them."""
         memory = self.memory_every > 0
         kept = {"memory": memory, "buddy": memory and self.buddy != "none", "disk": self.disk_every > 0, "store": True}
         return tuple(tier for tier in ("memory", "buddy", "disk", "store") if kept[tier])
 
     def buddy_distance(self, nodes: int) -> int:
-        """Distance in nodes from a node to the node that keeps a copy of its state; 0 without such a copy, or with a single
-        node."""
+        """Distance, in nodes, from a node to the buddy node that keeps a copy of its state; 0 if there is no buddy."""
         if self.buddy == "none" or nodes < 2:
             return 0
         return 1 if self.buddy == "next" else nodes // 2

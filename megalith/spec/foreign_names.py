@@ -1,6 +1,5 @@
-"""Names of settings in other trainers, each with the corresponding key of a run file and the meaning of that key.
-
-Only unknown keys and options are looked up here, so a later version may use a name of this table as a key.
+"""Names of settings in other trainers, each with the corresponding key of a run file and that key's meaning. A name is looked up
+here only if no key or option has it, so a later version may use any name of this table as a key.
 """
 
 from collections.abc import Iterator
@@ -23,15 +22,16 @@ class Meaning(NamedTuple):
 
 STEPS = "the number of updates."
 EPOCH = "the number of updates. An epoch has tokens / (train.global_batch x train.seq_len) steps; `megalith data inspect` counts tokens."
-BATCH = "sequences a step, over all ranks. plan.microbatch is the number that a rank computes at once."
-MICROBATCH = "sequences that a data rank computes at once. train.global_batch is the whole batch."
+BATCH = "the number of sequences per step, over all ranks. plan.microbatch is the number that a rank computes at once."
+MICROBATCH = "the number of sequences that a data rank computes at once. train.global_batch is the number in a whole step."
 ACCUMULATION = (
-    "sequences a step, over all ranks. A data rank accumulates the gradients of global_batch / (plan.data x plan.microbatch) "
+    "the number of sequences per step, over all ranks. A data rank accumulates the gradients of global_batch / (plan.data x "
+    "plan.microbatch) "
     "microbatches."
 )
 RANKS = "the ranks of a run are plan.data x plan.context x plan.tensor x plan.pipeline. plan.data = N uses N ranks."
-WARMUP = 'the number of updates, or a share of all steps such as "2%".'
-ZERO = "state that data ranks shard: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights (as FSDP does)."
+WARMUP = 'the number of warm-up updates, or a share of train.steps such as "2%".'
+ZERO = "the state that data ranks shard. 0: nothing, 1: optimizer state, 2: also gradients, 3: also weights (as FSDP does)."
 FOLDER = "a folder made by `megalith data prepare`."
 
 _GROUPS: dict[str, tuple[str, str]] = {
@@ -49,7 +49,7 @@ _GROUPS: dict[str, tuple[str, str]] = {
     "batch batch_size global_batch_size train_batch_size": ("train.global_batch", BATCH),
     "rampup_batch_size batch_size_rampup batch_size_schedule": (
         "train.batch_ramp",
-        "changes of the global batch: tables with begin and global_batch. See docs/guide/batch.md.",
+        "a list of tables with `begin` and `global_batch`, one for each change of the global batch. See docs/guide/batch.md.",
     ),
     "gradient_accumulation_steps gradient_accumulation grad_accum grad_accum_steps accumulate_grad_batches num_microbatches": (
         "train.global_batch",
@@ -57,14 +57,14 @@ _GROUPS: dict[str, tuple[str, str]] = {
     ),
     "sequence_length seq_length max_seq_len max_seq_length block_size context_length max_length seqlen": (
         "train.seq_len",
-        "tokens of a sequence. model.context is the longest that the model takes.",
+        "the number of tokens in a sequence. model.context is the longest sequence that the model takes.",
     ),
     "dtype torch_dtype mixed_precision bf16 fp16 amp param_dtype": ("train.precision", '"bf16" or "fp32".'),
     "random_seed": ("train.seed", ""),
     "z_loss_weight zloss": ("train.z_loss", ""),
     "pretrained init_from_checkpoint finetune_from load_weights": (
         "train.init_from",
-        "a checkpoint whose weights a new run starts from; `megalith import` makes one of a Hugging Face folder.",
+        "a checkpoint whose weights a new run starts from; `megalith import` converts a Hugging Face folder to a checkpoint.",
     ),
     "resume resume_from resume_from_checkpoint load_checkpoint": (
         "",
@@ -79,42 +79,45 @@ _GROUPS: dict[str, tuple[str, str]] = {
     ),
     "adam_beta1": ("optimizer.beta1", ""),
     "adam_beta2": ("optimizer.beta2", ""),
-    "betas adam_betas": ("optimizer.beta1", "and optimizer.beta2, one number each."),
+    "betas adam_betas": ("optimizer.beta1", "and optimizer.beta2: Megalith has one key for each beta."),
     "adam_eps adam_epsilon epsilon": ("optimizer.eps", ""),
     "wd": ("optimizer.weight_decay", ""),
     "max_grad_norm grad_clip clip_grad clip_grad_norm gradient_clipping gradient_clip_val max_norm": (
         "optimizer.clip",
-        "the largest norm of the whole gradient.",
+        "the largest norm of the whole gradient; a gradient with a larger norm is scaled down.",
     ),
     "optim optimizer_name optimizer_type": ("optimizer.kind", ""),
     # plan
     "micro_batch_size micro_batch microbatch_size mbs local_batch_size per_device_batch_size per_device_train_batch_size "
     "train_micro_batch_size_per_gpu": ("plan.microbatch", MICROBATCH),
     "tp tp_size tp_degree tensor_parallel tensor_parallelism tensor_parallel_size tensor_parallel_degree "
-    "tensor_model_parallel_size": ("plan.tensor", "ranks that split each matrix product."),
+    "tensor_model_parallel_size": ("plan.tensor", "the number of ranks that split each matrix product."),
     "pp pp_size pp_degree pipeline_parallel pipeline_parallelism pipeline_parallel_size pipeline_parallel_degree "
-    "pipeline_model_parallel_size": ("plan.pipeline", "ranks that hold consecutive layers."),
+    "pipeline_model_parallel_size": ("plan.pipeline", "the number of pipeline ranks, each of which holds consecutive layers."),
     "dp dp_size dp_degree ddp data_parallel data_parallelism data_parallel_size data_parallel_degree": (
         "plan.data",
-        "ranks that read different sequences.",
+        "the number of data ranks, which read different sequences.",
     ),
     "cp cp_size cp_degree context_parallel context_parallelism context_parallel_size context_parallel_degree": (
         "plan.context",
-        "ranks that split each sequence.",
+        "the number of ranks that split each sequence.",
     ),
     "ep ep_size ep_degree expert_parallel expert_parallelism expert_parallel_size expert_parallel_degree "
     "expert_model_parallel_size": (
         "plan.expert",
-        "ranks that divide the experts; they are ranks of plan.data, plan.context and plan.tensor.",
+        "the number of ranks that divide the experts; these are also data, context and tensor ranks.",
     ),
-    "etp expert_tensor_parallel_size": ("plan.expert_tensor", "ranks that split each expert's matrix products."),
-    "sp sequence_parallel": ("plan.sequence", "true or false, with plan.tensor > 1."),
+    "etp expert_tensor_parallel_size": ("plan.expert_tensor", "the number of ranks that split each expert's matrix products."),
+    "sp sequence_parallel": ("plan.sequence", "true or false; it has an effect if plan.tensor > 1."),
     "fsdp zero_stage zero_level sharding_strategy": ("plan.zero", ZERO),
     "hsdp dp_replicate num_replicas data_parallel_replicate_degree": (
         "plan.replicate",
-        "groups of data ranks that hold a full copy each (HSDP).",
+        "the number of groups of data ranks that each hold a full copy of the state (HSDP).",
     ),
-    "vpp virtual_stages virtual_pipeline_model_parallel_size num_model_chunks": ("plan.chunks", "stages of each pipeline rank."),
+    "vpp virtual_stages virtual_pipeline_model_parallel_size num_model_chunks": (
+        "plan.chunks",
+        "the number of stages on each pipeline rank.",
+    ),
     "gpus num_gpus n_gpus ngpus devices num_devices world_size nproc nproc_per_node ranks num_ranks nodes": ("plan.data", RANKS),
     "gradient_checkpointing activation_checkpointing activation_checkpoint remat recompute_granularity ac": (
         "plan.recompute",
@@ -129,14 +132,17 @@ _GROUPS: dict[str, tuple[str, str]] = {
     "num_hidden_layers num_layers n_layer n_layers": ("model.layers", ""),
     "num_attention_heads n_head n_heads num_heads": ("model.heads", ""),
     "num_key_value_heads n_kv_heads n_kv_head num_kv_heads num_query_groups": ("model.kv_heads", ""),
-    "intermediate_size ffn_hidden_size ffn_dim d_ff mlp_dim n_inner": ("model.ffn", "the width inside a block's MLP."),
+    "intermediate_size ffn_hidden_size ffn_dim d_ff mlp_dim n_inner": ("model.ffn", "the hidden width of a block's MLP."),
     "vocab_size padded_vocab_size n_vocab": ("model.vocab", ""),
     "max_position_embeddings n_positions n_ctx": ("model.context", "the longest sequence that the model takes, in tokens."),
     "tie_word_embeddings tie_embeddings tied_embeddings": ("model.tied", ""),
     "rms_norm_eps layer_norm_eps layer_norm_epsilon": ("model.norm_eps", ""),
     "rope_base rotary_base": ("model.rope_theta", ""),
     "num_experts n_experts n_routed_experts num_local_experts": ("model.experts", ""),
-    "num_experts_per_tok moe_topk moe_router_topk router_topk": ("model.active", "experts that each token goes to."),
+    "num_experts_per_tok moe_topk moe_router_topk router_topk": (
+        "model.active",
+        "the number of experts that each token goes to.",
+    ),
     "sliding_window": ("model.window", ""),
     "mtp mtp_depth mtp_num_layers num_mtp_modules num_nextn_predict_layers": (
         "model.ahead",
@@ -147,19 +153,25 @@ _GROUPS: dict[str, tuple[str, str]] = {
         "the weight of the losses of multi-token prediction.",
     ),
     "model_type architecture arch": ("model.family", ""),
-    "model_name name_or_path model_name_or_path": ("model.preset", "the name of a model whose sizes are known."),
+    "model_name name_or_path model_name_or_path": ("model.preset", "the name of a model in `megalith models`."),
     # data, checkpoints, logs
     "dataset dataset_name dataset_path data_path data_dir train_data train_data_path": ("data.path", FOLDER),
     "save_every save_steps save_interval checkpoint_every checkpoint_interval ckpt_interval": (
         "checkpoint.every",
-        "steps between saves.",
+        "the number of steps between saves.",
     ),
     "save_total_limit keep_last max_to_keep": ("checkpoint.keep", ""),
-    "eval_every eval_steps eval_interval eval_freq val_check_interval": ("validation.every", "steps between validations."),
-    "eval_iters eval_samples limit_val_batches": ("validation.samples", "sequences of each domain."),
+    "eval_every eval_steps eval_interval eval_freq val_check_interval": (
+        "validation.every",
+        "the number of steps between validations.",
+    ),
+    "eval_iters eval_samples limit_val_batches": (
+        "validation.samples",
+        "the number of held-out sequences read from each domain.",
+    ),
     "output_dir out_dir run_dir save_dir checkpoint_dir": (
         "",
-        "The folder of a run is named on the command line: --run-dir FOLDER. Without it, it is runs/NAME.",
+        "The run folder is an option of the command line, --run-dir FOLDER; its default is runs/NAME.",
     ),
     "logging_steps log_every log_interval log_freq": ("", "Every step is logged, in events.jsonl of the run folder."),
     "run_name experiment experiment_name": ("name", "the run's name."),
@@ -187,5 +199,5 @@ def meaning(word: str, *, table: str = "") -> Meaning | None:
 
 
 def keys() -> Iterator[str]:
-    """Yield every key of a run file that the tables name."""
+    """Yield every key of a run file that MEANINGS and MEANINGS_IN_MODEL contain."""
     yield from (each.key for each in (*MEANINGS.values(), *MEANINGS_IN_MODEL.values()) if each.key)

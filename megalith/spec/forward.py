@@ -1,7 +1,6 @@
-"""The values of a model that its forward pass depends on, and how two models differ in them.
-
-Weights only work in the forward pass that they were trained with. A run that starts from a checkpoint's weights
-(`train.init_from`) therefore needs the same values, except for differences that it names (`train.init_from_changes`).
+"""The fields of a model spec on which the forward pass depends, and the differences of two models in these fields. Weights only
+work in the forward pass that they were trained with. A run that starts from a checkpoint's weights (`train.init_from`) must
+therefore have the checkpoint's values of these fields, except where `train.init_from_changes` names a difference.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -30,16 +29,16 @@ from megalith.spec.model import (
 )
 
 Change = Literal["ahead", "context", "layers", "rope_scaling", "rope_theta", "tokenizer", "vocab"]
-"""A difference between a checkpoint and the run that starts from it, which the run may make on purpose."""
+"""Name of a permitted difference between a checkpoint's model and that of a run which starts from the checkpoint."""
 
 
 class Fields(NamedTuple):
-    """The fields of one part of a model, by their effect. Each field is in one of the three lists."""
+    """The fields of one part of a model, divided by their effect into three lists."""
 
     forward: str
     """Fields that the forward pass depends on."""
     training: str = ""
-    """Fields that only training uses."""
+    """Fields that affect training but not the forward pass."""
     nothing: str = ""
     """Fields without an effect on any computed number."""
 
@@ -72,30 +71,30 @@ ROWS: Mapping[Change, tuple[str, ...]] = {
     "context": ("embedding.positions",),
     "vocab": ("embedding.weight", "head.output.weight"),
 }
-"""The parameters whose number of rows a change may alter. A run loads the rows that the checkpoint has."""
+"""Parameters that may have other numbers of rows after a permitted change. The run loads those rows that the checkpoint has."""
 
 SWITCHES = {(RouterSpec, "bias_rate")}
-"""Fields of training that also switch a part of the forward pass on: at a rate of 0 there is no router bias."""
+"""Training fields whose value 0 removes a part of the forward pass: without a bias_rate, a router has no bias."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A value in which two models differ."""
+    """A field in which two models differ."""
 
     path: str
-    """The field, such as `attention.rope.theta`, without the number of the block."""
+    """Path of the field, such as `attention.rope.theta`, without a block's number."""
     before: Any
     """The first model's value."""
     after: Any
     """The second model's value."""
     forward: bool
-    """True if the forward pass depends on it, False if only training does."""
+    """True if the forward pass depends on the field; False if only training does."""
     blocks: tuple[int, ...] = ()
-    """The blocks that differ in this field; empty for a field outside of blocks."""
+    """Numbers of the blocks that differ in the field; empty if the field is not in a block."""
 
     @property
     def change(self) -> Change | None:
-        """The name under which a run may make this difference on purpose; None if no run may make it."""
+        """The name by which `train.init_from_changes` permits this difference; None if it is never permitted."""
         numbers = isinstance(self.before, int) and isinstance(self.after, int)
         if self.path in ("context", "embedding.positions"):
             return "context" if numbers else None
@@ -114,13 +113,13 @@ class Difference:
 
 
 def other_rows(changes: Collection[Change]) -> frozenset[str]:
-    """Return the parameters whose number of rows these changes may alter."""
+    """Return the names of the parameters whose number of rows may differ under these permitted changes."""
     return frozenset(name for change in changes for name in ROWS.get(change, ()))
 
 
 def differences(before: ModelSpec, after: ModelSpec) -> list[Difference]:
-    """Return every value in which two models differ, apart from labels. Blocks with the same number are compared; a different
-    number of blocks is a difference called `layers`."""
+    """Return every field in which two models differ, except for fields without an effect. Block i is compared with block i; if
+    the models have different numbers of blocks, that is one difference called `layers`."""
     found = [each for each in _between(before, after, "") if each.path != "blocks"]
     if len(before.blocks) != len(after.blocks):
         found.append(Difference("layers", len(before.blocks), len(after.blocks), forward=True))
@@ -137,7 +136,7 @@ def differences(before: ModelSpec, after: ModelSpec) -> list[Difference]:
 
 
 def _between(before: Spec, after: Spec, path: str) -> Iterator[Difference]:
-    """Yield the differences of two parts of the same kind. A subpart that only one of them has is one difference."""
+    """Yield the differences of two parts of the same class. If only one of them has some subpart, that is one difference."""
     kind = type(before)
     fields = FIELDS[kind]
     for name in kind.model_fields:

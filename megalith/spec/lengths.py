@@ -1,9 +1,4 @@
-"""Conversion of lengths in a run file, given in steps, samples or tokens ("500M tokens"), to the run's own units, without
-torch.
-
-Points of a ramp and phases become samples, because the data order depends on samples. All other lengths become steps, because
-the learning rate depends on steps; the conversion assumes that no update is skipped.
-"""
+"""Conversion of the lengths in a run file, such as "500M tokens", to steps or samples, without torch."""
 
 from collections.abc import Iterator, MutableMapping
 from typing import Any
@@ -21,8 +16,10 @@ DECAYING = ("wsd", "1-sqrt")
 
 
 def convert(tree: Tree, sources: MutableMapping[str, str]) -> None:
-    """Turn the lengths in a tree of values into numbers. `sources` records the original text. A text that is not a length, or
-    that depends on a faulty value, is left unchanged; `spec.validate` refuses it."""
+    """Replace the lengths in a run file's values by numbers: the begins of phases and batch changes by samples, because the data
+    order depends on samples; all other lengths by steps, assuming that no update is skipped. The original text is added to
+    `sources`. A text that is not a length, or whose length depends on an invalid value, is left unchanged; `spec.validate`
+    refuses it."""
     train, optimizer = _table(tree, "train"), _table(tree, "optimizer")
     length, batch = (_number(TrainSpec, name, train.get(name)) for name in ("seq_len", "global_batch"))
     if not _whole(length) or not _whole(batch):
@@ -41,17 +38,16 @@ def convert(tree: Tree, sources: MutableMapping[str, str]) -> None:
 
 
 def as_decay(updates: int, steps: int) -> float:
-    """Return the value of `optimizer.decay` for a decay over `updates` updates of a run of `steps`."""
+    """Return the value of `optimizer.decay` with which the last `updates` updates of a run of `steps` steps are the decay."""
     return float(updates) if updates > 1 else max(0, updates) / steps
 
 
 def decay_updates(optimizer: OptimizerSpec, steps: int) -> float:
-    """Return the number of updates in the decay at the end of a run of `steps`."""
+    """Return the number of updates in the decay phase, which ends a run of `steps` steps."""
     return optimizer.decay if optimizer.decay > 1 else optimizer.decay * steps
 
 
 def _until(phases: Phases, amount: Amount, steps: int) -> int:
-    """Return the number of steps before the last `amount` of training in a run of `steps`."""
     if amount.unit == "steps":
         return max(0, steps - amount.number)
     samples = phases.after(0, steps)
@@ -60,7 +56,8 @@ def _until(phases: Phases, amount: Amount, steps: int) -> int:
 
 
 def _points(tree: Tree, start: Phase, sources: MutableMapping[str, str]) -> Phases | None:
-    """Turn the points in a tree into numbers of samples, and return the phases that they make; None if a point is faulty."""
+    """Replace the `begin` of each phase and batch change by a number of samples, and return all phases; None if a table is
+    invalid."""
     points, tables = list[Point](), dict[str, Tree]()
     for key, table in _tables(tree):
         kind = RampSpec if key.startswith(RAMP) else PhaseSpec
@@ -80,7 +77,6 @@ def _points(tree: Tree, start: Phase, sources: MutableMapping[str, str]) -> Phas
 
 
 def _tables(tree: Tree) -> Iterator[tuple[str, Tree]]:
-    """Yield the key and the table of each point in a tree."""
     for key in (RAMP, DATA):
         table, _, name = key.partition(".")
         listed = _table(tree, table).get(name)
@@ -95,7 +91,6 @@ def _table(tree: Tree, name: str) -> Tree:
 
 
 def _number(kind: type[Spec], name: str, value: Any) -> Any:
-    """Return the value of a key; text such as "8k" becomes a number if the key accepts it."""
     field = kind.model_fields.get(name)
     mark = next((each for each in field.metadata if isinstance(each, Thousand)), None) if field else None
     return whole(value, mark) if mark and isinstance(value, str) else value

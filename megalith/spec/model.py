@@ -1,4 +1,5 @@
-"""Model: an embedding, a tuple of blocks, a head. Each part states all its sizes, so a pipeline stage is a slice."""
+"""Model: an embedding, a tuple of blocks, a head. Each part states all its sizes, so any slice of the parts can be a pipeline
+stage."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
@@ -9,7 +10,7 @@ from megalith.spec.base import Spec
 
 
 class RopeScaling(Spec):
-    """Llama 3.1's scaling of rotary frequencies for contexts longer than that of pretraining."""
+    """Scaling of rotary frequencies for contexts longer than in pretraining, as in Llama 3.1."""
 
     kind: Literal["llama3"] = "llama3"
     factor: PositiveFloat = 8.0
@@ -19,8 +20,8 @@ class RopeScaling(Spec):
 
 
 class YarnScaling(Spec):
-    """YaRN (Peng et al. 2023, arXiv:2309.00071): high frequencies are kept, low ones interpolated, and attention scores
-    multiplied by a factor."""
+    """YaRN (Peng et al. 2023, arXiv:2309.00071): high rotary frequencies are kept, low frequencies are interpolated, and
+    attention scores are multiplied by a factor."""
 
     kind: Literal["yarn"] = "yarn"
     factor: PositiveFloat
@@ -39,7 +40,6 @@ class LinearScaling(Spec):
 
 
 def _kind_of_scaling(value: Any) -> str:
-    """Return the kind of a rotary scaling; Llama 3.1's if a table names none."""
     kind = value.get("kind", "llama3") if isinstance(value, Mapping) else getattr(value, "kind", "llama3")
     return str(kind)
 
@@ -48,7 +48,7 @@ Scaling = Annotated[
     Annotated[RopeScaling, Tag("llama3")] | Annotated[YarnScaling, Tag("yarn")] | Annotated[LinearScaling, Tag("linear")],
     Discriminator(_kind_of_scaling),
 ]
-"""A scaling of rotary frequencies for contexts longer than that of pretraining."""
+"""Any scaling of rotary frequencies for contexts longer than in pretraining."""
 
 
 class RopeSpec(Spec):
@@ -65,9 +65,13 @@ class AttentionSpec(Spec):
     heads: PositiveInt
     kv_heads: PositiveInt
     head_dim: PositiveInt
-    rope: RopeSpec | None = Field(default=RopeSpec(), description="rotary positions; None: no rotation (learned positions)")
+    rope: RopeSpec | None = Field(
+        default=RopeSpec(),
+        description="rotary position embedding; None: queries and keys are not rotated, as with learned positions",
+    )
     rope_dim: PositiveInt | None = Field(
-        default=None, description="number of a head's last channels that are rotated; None: all (Nemotron-4: half)"
+        default=None,
+        description="number of channels, the last ones of a head, that are rotated; None: all of them (Nemotron-4 rotates half)",
     )
     bias: bool | Literal["qkv"] = Field(
         default=False, description="biases on the four projections (GPT-3), or on queries, keys and values only (Qwen2)"
@@ -75,11 +79,16 @@ class AttentionSpec(Spec):
     qk_norm: PositiveFloat | None = Field(
         default=None, description="eps of an RMS norm over each head of q and k (Qwen3); None: no norm"
     )
-    window: PositiveInt | None = Field(default=None, description="a token sees itself and the window - 1 before it (Gemma 2)")
-    softcap: PositiveFloat | None = Field(default=None, description="scores become cap * tanh(scores / cap) (Gemma 2, Grok-1)")
-    scale: PositiveFloat | None = Field(default=None, description="factor of the scores; None: 1 / sqrt(head_dim)")
+    window: PositiveInt | None = Field(
+        default=None, description="number of tokens that a token attends to: itself and the window - 1 tokens before it (Gemma 2)"
+    )
+    softcap: PositiveFloat | None = Field(
+        default=None, description="cap of the attention scores, which become cap * tanh(scores / cap) (Gemma 2, Grok-1)"
+    )
+    scale: PositiveFloat | None = Field(default=None, description="factor of the attention scores; None: 1 / sqrt(head_dim)")
     alibi: bool = Field(
-        default=False, description="scores fall with the distance of two tokens, at a rate that differs between heads (BLOOM)"
+        default=False,
+        description="reduce attention scores in proportion to the distance of two tokens, with a slope for each head (BLOOM)",
     )
     own: str | None = Field(default=None, description="own module in place of this part, `module:object` (`spec.parts`)")
 
@@ -89,7 +98,9 @@ class LatentAttentionSpec(Spec):
 
     kind: Literal["latent"] = "latent"
     heads: PositiveInt
-    q_rank: PositiveInt | None = Field(description="width of the queries' latent; None: queries straight from x")
+    q_rank: PositiveInt | None = Field(
+        description="width of the latent vector from which queries are computed; None: queries are computed from x directly"
+    )
     kv_rank: PositiveInt
     nope_dim: PositiveInt = Field(description="channels of a head's queries and keys that are not rotated")
     rope_dim: PositiveInt = Field(
@@ -101,16 +112,17 @@ class LatentAttentionSpec(Spec):
 
 
 class MambaSpec(Spec):
-    """Mamba-2 (Dao & Gu 2024, arXiv:2405.21060): each head has a state of `head_dim` x `state` numbers, which decays, and to
-    which each token adds. Heads of a group share the vectors that write to the state and read from it (B and C).
+    """Mamba-2 (Dao & Gu 2024, arXiv:2405.21060): each head has a state of `head_dim` x `state` numbers; at each token the state
+    decays, and the token's contribution is added. The heads of a group share the vectors B, which writes to the state, and C,
+    which reads from it.
     """
 
     heads: PositiveInt
     head_dim: PositiveInt
     state: PositiveInt = Field(default=128, description="size of the state of each channel of a head")
     groups: PositiveInt = Field(default=1, description="groups of heads")
-    conv: PositiveInt = Field(default=4, description="tokens that the convolution before the state sees")
-    chunk: PositiveInt = Field(default=128, description="tokens computed at once; the result is the same for any number")
+    conv: PositiveInt = Field(default=4, description="number of tokens in the window of the convolution before the state")
+    chunk: PositiveInt = Field(default=128, description="number of tokens computed at once; it does not change the result")
     norm_eps: PositiveFloat = 1e-5
 
     @model_validator(mode="after")
@@ -138,26 +150,32 @@ class RouterSpec(Spec):
     """Router: it chooses the experts of a token and their weights, and balances the load.
 
     `balance_set` is the set of tokens over which load is measured: "sequence", "batch" (microbatch i of all data ranks) or
-    "global" (the whole global batch of the step before). The run fixes it: for "batch", the first plan decides the number of
-    sequences, and no later plan may change it.
+    "global" (the whole global batch of the step before). The set is fixed for a run: with "batch", the first plan decides the
+    number of sequences in it, and no later plan may change that number.
     """
 
-    active: PositiveInt = Field(description="experts a token goes to")
+    active: PositiveInt = Field(description="number of experts that each token goes to")
     scores: Literal["softmax", "sigmoid"] = "softmax"
-    normalise: bool = Field(default=False, description="the chosen experts' weights sum to 1")
-    scale: PositiveFloat = Field(default=1.0, description="factor of the weights (DeepSeek's routed scaling)")
-    groups: PositiveInt = Field(default=1, description="number of groups of experts; a token may go to a few of the groups")
-    active_groups: PositiveInt = Field(default=1, description="groups whose experts a token may go to")
-    group_score: Literal["max", "top2"] = Field(
-        default="max", description="score of a group: that of its best expert (DeepSeek-V2), or the sum of its best two (V3)"
+    normalise: bool = Field(default=False, description="divide the weights of a token's experts by their sum")
+    scale: PositiveFloat = Field(
+        default=1.0, description="factor by which the weights of a token's experts are multiplied (DeepSeek's routed scaling)"
     )
-    bias_rate: NonNegativeFloat = Field(default=0.0, description="step of the auxiliary-loss-free bias (DeepSeek-V3); 0: no bias")
+    groups: PositiveInt = Field(default=1, description="number of groups into which experts are divided")
+    active_groups: PositiveInt = Field(default=1, description="number of groups whose experts a token may go to")
+    group_score: Literal["max", "top2"] = Field(
+        default="max",
+        description="score of a group: the score of its best expert (DeepSeek-V2), or the sum of its two best experts' scores (V3)",
+    )
+    bias_rate: NonNegativeFloat = Field(
+        default=0.0, description="change of the auxiliary-loss-free bias in each step (DeepSeek-V3); 0: no bias"
+    )
     balance_weight: NonNegativeFloat = Field(default=0.0, description="weight of the load-balancing loss")
     balance_set: Literal["sequence", "batch", "global"] = "sequence"
     z_weight: NonNegativeFloat = Field(default=0.0, description="weight of the router z-loss (ST-MoE)")
     capacity: PositiveFloat | None = Field(
         default=None,
-        description="an expert takes the first capacity * seq_len * active / experts of a sequence's tokens that chose it; None: all",
+        description="an expert accepts the first capacity * seq_len * active / experts tokens of a sequence that chose it; "
+        "None: it accepts all",
     )
     balanced: bool = Field(
         default=False, description="ignore the scores and distribute tokens evenly, for benchmarks and dry runs"
@@ -171,7 +189,9 @@ class MoeSpec(Spec):
     kind: Literal["moe"] = "moe"
     experts: PositiveInt
     hidden: PositiveInt = Field(description="width of one expert")
-    shared: NonNegativeInt = Field(default=0, description="width of the expert every token goes through; 0: none")
+    shared: NonNegativeInt = Field(
+        default=0, description="width of the shared expert, which every token goes through; 0: no shared expert"
+    )
     shared_gate: bool = Field(default=False, description="the shared expert's output is weighted by sigmoid(w x) (Qwen2-MoE)")
     activation: Activation = "silu"
     gated: bool = True
@@ -183,13 +203,13 @@ class NormSpec(Spec):
 
     kind: Literal["rms", "layer"] = "rms"
     eps: PositiveFloat = 1e-5
-    offset: bool = Field(default=False, description="the weight is 1 + the stored number (Gemma, Nemotron-4)")
-    bias: bool = Field(default=False, description='only for "layer": add a bias')
+    offset: bool = Field(default=False, description="the stored number is the norm's weight minus 1 (Gemma, Nemotron-4)")
+    bias: bool = Field(default=False, description='add a bias; only for a norm of kind "layer"')
     own: str | None = Field(default=None, description="own module in place of this part, `module:object` (`spec.parts`)")
 
 
 class BlockSpec(Spec):
-    """One block: x + mixer(norm(x)), then x + mlp(norm(x)). With `parallel`, both read the same norm (PaLM).
+    """One block: x + mixer(norm(x)), then x + mlp(norm(x)). With `parallel`, mixer and MLP read the output of one norm (PaLM).
 
     The mixer is attention or Mamba-2. A block may also have a mixer or an MLP alone, like the layers of hybrids (Nemotron-H,
     arXiv:2504.03624).
@@ -202,7 +222,7 @@ class BlockSpec(Spec):
     parallel: bool = Field(default=False, description="x + attention(norm(x)) + mlp(norm(x)), one norm for both (PaLM)")
     post_norms: bool = Field(default=False, description="outputs of attention and MLP are normalised too (Gemma 2, Grok-1)")
     residual: PositiveFloat = Field(
-        default=1.0, description="factor of the outputs of mixer and MLP (`spec.families.parametrization`)"
+        default=1.0, description="factor by which the outputs of mixer and MLP are multiplied (`spec.families.parametrization`)"
     )
 
     @model_validator(mode="after")
@@ -212,7 +232,7 @@ class BlockSpec(Spec):
         if not (self.attention or self.mamba or self.mlp):
             raise ValueError("the block is empty: give attention, mamba or mlp")
         if (self.parallel or self.post_norms) and not (self.attention and self.mlp):
-            raise ValueError("parallel and post_norms need a block with attention and mlp: leave them out of other blocks")
+            raise ValueError("parallel and post_norms need a block with both attention and mlp: leave them out of this block")
         return self
 
 
@@ -223,7 +243,7 @@ class EmbeddingSpec(Spec):
     positions: PositiveInt | None = Field(
         default=None, description="length of the table of learned positions (GPT-3); none: no table"
     )
-    scale: PositiveFloat = Field(default=1.0, description="factor of the embeddings (Gemma: sqrt(dim))")
+    scale: PositiveFloat = Field(default=1.0, description="factor by which embeddings are multiplied (Gemma: sqrt(dim))")
     norm: NormSpec | None = Field(default=None, description="norm after the embedding (BLOOM); None: no norm")
     init_std: PositiveFloat | None = Field(
         default=None, description="standard deviation of the initial embeddings (PaLM: 1); None: the model's init_std"
@@ -231,8 +251,8 @@ class EmbeddingSpec(Spec):
 
 
 class MtpSpec(Spec):
-    """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): `depth` tokens after the next one, each predicted
-    by a block of its own."""
+    """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): it predicts `depth` tokens after the next one, each
+    with a separate block."""
 
     depth: PositiveInt = 1
     block: BlockSpec
@@ -245,8 +265,10 @@ class HeadSpec(Spec):
     vocab: PositiveInt
     tied: bool = False
     norm: NormSpec = NormSpec()
-    scale: PositiveFloat = Field(default=1.0, description="factor of the logits (PaLM: 1 / sqrt(dim); Grok-1)")
-    softcap: PositiveFloat | None = Field(default=None, description="logits become cap * tanh(logits / cap) (Gemma 2)")
+    scale: PositiveFloat = Field(default=1.0, description="factor by which logits are multiplied (PaLM: 1 / sqrt(dim); Grok-1)")
+    softcap: PositiveFloat | None = Field(
+        default=None, description="cap of the logits, which become cap * tanh(logits / cap) (Gemma 2)"
+    )
     ahead: MtpSpec | None = None
 
 
@@ -256,7 +278,7 @@ class Growth(Spec):
     width: PositiveFloat = 1.0
     depth: PositiveFloat = 1.0
     base_layers: PositiveInt | None = Field(
-        default=None, description="number of blocks at the base sizes; None: depth scales nothing"
+        default=None, description="number of blocks at the base sizes; None: no multiplier depends on the depth"
     )
 
 
@@ -266,7 +288,7 @@ class ModelSpec(Spec):
 
     name: str
     dim: PositiveInt
-    context: PositiveInt = Field(description="longest sequence that the positions are made for, in tokens")
+    context: PositiveInt = Field(description="longest sequence, in tokens, for which the model has positions")
     embedding: EmbeddingSpec
     blocks: tuple[BlockSpec, ...]
     head: HeadSpec
@@ -275,13 +297,13 @@ class ModelSpec(Spec):
 
     @property
     def part_names(self) -> tuple[str, ...]:
-        """Names of the parts in order; also the prefixes of their parameters."""
+        """Names of the parts in order; the names of a part's parameters begin with its name."""
         return ("embedding", *(f"blocks.{i}" for i in range(len(self.blocks))), "head")
 
     @property
     def balances_microbatches(self) -> bool:
-        """True if a balance loss measures loads over microbatch i of all data ranks. The result then depends on the sequences
-        per microbatch."""
+        """True if a balance loss measures loads over microbatch i of all data ranks. The result of training then depends on the
+        number of sequences in a microbatch."""
         blocks = [*self.blocks, *([self.head.ahead.block] if self.head.ahead else [])]
         routers = [block.mlp.router for block in blocks if isinstance(block.mlp, MoeSpec) and not block.mlp.router.balanced]
         return any(router.balance_set == "batch" and router.balance_weight > 0 for router in routers)

@@ -1,6 +1,6 @@
 """The gradient noise scale of McCandlish et al. 2018 (arXiv:1812.06162, appendix A.1), and the plans under which it can be
-measured. No torch. Gradients of two batch sizes give an unbiased estimate: here, the partial gradients of the ranks before
-the reduction, and their sum.
+measured. No torch. The estimate compares gradients of two batch sizes: the ranks' partial gradients before the reduction, and
+their sum.
 """
 
 from typing import NamedTuple
@@ -8,12 +8,12 @@ from typing import NamedTuple
 from megalith.spec.plan import Plan
 
 SMOOTHED = 0.98
-"""Decay of the moving average in each step; it averages over about 50 steps."""
+"""Decay per step of a moving average over about 50 steps."""
 
 
 class Noise(NamedTuple):
-    """Estimates of one step. Signal and noise are unbiased, but their ratio is not. The noise scale is therefore the ratio of
-    their averages over steps."""
+    """Unbiased estimates from one step. The ratio of `noise` to `signal` in one step is biased, so the noise scale is the ratio
+    of their averages over steps."""
 
     signal: float
     """The squared norm of the true gradient; an estimate of it may be negative."""
@@ -22,15 +22,15 @@ class Noise(NamedTuple):
 
 
 def estimate(*, small: float, large: float, part: float, batch: float) -> Noise:
-    """Return the estimates from the mean squared norm `small` of gradients over `part` sequences and the squared norm `large`
-    of the gradient over `batch` sequences."""
+    """Estimate signal and noise from `small`, the mean squared norm of gradients over `part` sequences, and `large`, the squared
+    norm of the gradient over `batch` sequences."""
     signal = (batch * large - part * small) / (batch - part)
     return Noise(signal, (small - large) / (1 / part - 1 / batch))
 
 
 def parts(plan: Plan, microbatches: int) -> int:
-    """Return the number of partial gradients of different sequences that a reduction sums in a step; 1 if none can be
-    compared."""
+    """Return the number of partial gradients, each from other sequences, that the reductions of a step add up; 1 if the ranks'
+    gradients are not from different sequences."""
     if plan.context > 1:
         return 1
     each = microbatches if plan.zero >= 2 and plan.sides == 1 else 1
@@ -42,7 +42,7 @@ def absent(plan: Plan, microbatches: int) -> str:
     if parts(plan, microbatches) > 1:
         return ""
     if plan.context > 1:
-        return "each context rank has a part of the gradient of the same sequences"
+        return "with plan.context > 1, ranks have parts of the gradient of the same sequences, so they cannot be compared"
     if microbatches == 1:
-        return "one data rank computes one microbatch a step"
-    return "the one data rank adds up its microbatches before the reduction; plan.zero = 2 would give an estimate"
+        return "a step has only one microbatch, so there are no two gradients to compare"
+    return "the only data rank adds up its microbatches' gradients before the reduction; plan.zero = 2 would make an estimate possible"

@@ -1,6 +1,7 @@
-"""Number formats and precisions of a run, one row each, and a run's choices within a narrow precision. No torch.
+"""Tables of number formats and precisions, and the table `[precision]` of a run file. No torch.
 
-A new format needs a row of NUMBERS, its dtype in `kernels/numbers.py`, and its kernels. A new precision is a row of PRECISIONS.
+A new format needs a row of NUMBERS, its dtype in `kernels/numbers.py`, and its kernels. A new precision needs a row of
+PRECISIONS.
 """
 
 from collections.abc import Mapping
@@ -21,15 +22,16 @@ class Number:
     bits: int
     """Bits of one number, without its scale."""
     significand: int
-    """Significant bits, including the implicit one. A format with two layouts has those of activations and weights here."""
+    """Significant bits, including the implicit one. If activations and gradients have different layouts, this is the layout of
+    activations."""
     rate: str
     """Key of `Accelerator.peak` for matrix products in this format."""
     scale: Literal["none", "tensor", "block"] = "none"
-    """Unit that shares a scale."""
+    """Set of numbers that share a scale: the whole tensor, or a block of it."""
     block: int = 0
-    """Numbers in a block that shares a scale."""
+    """Count of numbers in a block that shares a scale."""
     scale_bits: int = 0
-    """Bits of a block's scale."""
+    """Bits of the scale of one block."""
 
     @property
     def width(self) -> float:
@@ -38,7 +40,7 @@ class Number:
 
     @property
     def bytes(self) -> float:
-        """Bytes of one number with its share of the block's scale. A tensor's scale is negligible in size."""
+        """Bytes of one number, including its share of a block's scale; a whole tensor's scale is neglected."""
         return self.width + (self.scale_bits / 8 / self.block if self.block else 0)
 
     @property
@@ -72,51 +74,52 @@ FP32, BF16, FP16 = NUMBERS["fp32"], NUMBERS["bf16"], NUMBERS["fp16"]
 
 @dataclass(frozen=True)
 class Reordered:
-    """Limits of parity if a plan only changes the order of sums: its run is compared with one process, number by number."""
+    """Parity limits for a plan that only changes the order of sums: each number is compared with that of a run in one process."""
 
     loss: float = 1e-5
-    """|difference|"""
+    """Largest |difference| of the loss."""
     norm: float = 1e-5
-    """|difference| of the gradient norm / reference"""
+    """Largest |difference| of the gradient norm, divided by the reference's norm."""
     gradient: float = 1e-4
-    """Largest |difference| / largest |reference| of a tensor"""
+    """Largest |difference| in a tensor's gradient, divided by the largest |element| of the reference."""
     floor: float = 1e-3
-    """A tensor's largest gradient counts as at least this share of the model's largest; smaller values are rounding."""
+    """Lower limit of the divisor in `gradient`, as a share of the model's largest gradient element."""
     weights: float = 0.05
-    """|difference|, in units of the learning rates summed over the steps"""
+    """Largest |difference| of a weight, divided by the sum of all steps' learning rates."""
     router: float = 1e-6
-    """|difference| of loads and biases"""
+    """Largest |difference| of experts' loads and router biases."""
     tie: float = 1e-5
-    """Scores closer than this may be ranked either way."""
+    """Two experts whose scores differ by less than this may be ranked in either order."""
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """Limits of parity if each number is visibly rounded: a plan's run and one process in the same precision are both
-    compared with one process in fp32. Each comment gives the largest value of the correct runs: of 82 runs in bf16 (14
-    presets, 36 plans, seeds 1 to 3) and 141 runs in fp16 (62 presets, 22 plans, seeds 1 and 2)."""
+    """Parity limits for precisions below fp32: the plan's run and a run in one process, both in this precision, are compared with
+    an fp32 run in one process. The comments in PRECISIONS give the largest values of correct runs: 82 runs in bf16 (14 presets,
+    36 plans, seeds 1 to 3) and 141 runs in fp16 (62 presets, 22 plans, seeds 1 and 2)."""
 
     loss: float
-    """Distance of the loss from fp32, minus that of one process"""
+    """Distance of the plan's loss from the fp32 loss, minus the same distance for one process."""
     distance: float
-    """Distance of a tensor's gradient from fp32, divided by that of one process"""
+    """Distance of a tensor's gradient from the fp32 gradient, divided by the same distance for one process."""
     least: float
-    """The distance of one process counts as at least this share of the gradient, a single rounding"""
+    """Lower limit of one process's distance, as a share of the gradient: the error of a single rounding."""
     scale: float
-    """|ratio - 1|, beyond four standard errors, of the norm of a tensor's gradient to the norm in one process"""
+    """|ratio - 1|, minus four standard errors, where ratio is a tensor's gradient norm divided by its norm in one process."""
     microbatch: float
-    """|weight - 1|, for the weight of each microbatch's gradient in the gradient of the first step"""
+    """|weight - 1|, where weight is the factor of a microbatch's gradient in the gradient of the first step."""
     norm: float
-    """Relative difference of the gradient norm from that of one process"""
+    """Relative difference between the gradient norms of the plan and of one process."""
     weights: float
-    """Root mean square difference of a tensor from that of one process, in units of the learning rates summed over the steps"""
+    """Root mean square difference of a tensor's weights from one process, divided by the sum of all steps' learning rates."""
     tie: float
-    """Scores closer than this may be ranked either way."""
+    """Two experts whose scores differ by less than this may be ranked in either order."""
     maxima: float = 0.15
-    """|log2| of the ratio of the maxima behind row and tensor scales to those of one process, in the first step. The largest
-    value of 12 correct runs is 0.06; it is at least 0.35 if each rank takes the maximum of its part alone."""
+    """|log2(ratio)|, where ratio is a maximum from which a row's or tensor's scale is computed in the first step, divided by the
+    same maximum in one process. The largest value in 12 correct runs is 0.06. If each rank wrongly takes the maximum of its own
+    part, the value is at least 0.35."""
     router: float = 1e-6
-    """|difference| of loads and router biases, as long as every token goes to the same experts as in one process"""
+    """Largest |difference| of experts' loads and router biases, if every token goes to the same experts as in one process."""
 
 
 @dataclass(frozen=True)
@@ -126,22 +129,25 @@ class Precision:
 
     name: str
     compute: Number
-    """Format of compute weights, activations and their gradients, and of messages that carry them."""
+    """Format of compute weights, of activations, of the gradients of both, and of messages that contain them."""
     factors: Number
-    """Format of weights and activations as inputs of matrix products in blocks, and of the activations kept for weight gradients
-    (DeepSeek-V3, arXiv:2412.19437, section 3.3.3; Transformer Engine). Embedding and head multiply in `compute`."""
+    """Format in which weights and activations enter matrix products in blocks, and in which activations are kept for weight
+    gradients (DeepSeek-V3, arXiv:2412.19437, section 3.3.3; Transformer Engine). Matrix products in the embedding and the head
+    use `compute`."""
     parity: Reordered | Rounded
-    """Limits within which a plan trains like one process."""
+    """Limits within which the results of a plan must agree with those of one process."""
     products: str = "plain"
-    """Name of the recipe of products with weights, a row of `parallel.precision.RECIPES`."""
+    """Name of the recipe for matrix products with weights, which is a row of `parallel.precision.RECIPES`."""
     scaled: bool = False
-    """True if `compute` has too small a range for gradients, which are then multiplied by a loss scale (`train.stability.loss_scale`)."""
+    """True if the range of `compute` is too small for gradients, so that the loss is multiplied by a scale
+    (`train.stability.loss_scale`)."""
     tile: int = 0
-    """Number of channels, and of tokens, that share a scale in a narrow format."""
+    """Number of channels, and number of tokens, in a tile whose 8- or 4-bit numbers share a scale; 0 in other precisions."""
     draws: bool = False
     """True if, by default, gradients are rounded stochastically, and operands of weight gradients are rotated before rounding."""
     emulated: bool = False
-    """True if the trainer rounds to the format's numbers but has the speed and memory of `compute`."""
+    """True if the trainer rounds values to the format but stores and multiplies them in `compute`, without a gain in speed or
+    memory."""
 
     @property
     def rate(self) -> str:
@@ -229,16 +235,16 @@ PRECISIONS: Mapping[str, Precision] = {
 }
 
 SCALE_BYTES = 4
-"""Bytes of the scale, in fp32, of a tile or row that is sent or kept in 8 bits."""
+"""Bytes of the fp32 scale of one tile or row that is sent or kept in 8 bits."""
 TRAINED = tuple(PRECISIONS)
-"""Precisions that the trainer computes in."""
+"""Precisions in which the trainer can train."""
 FAST = tuple(name for name in TRAINED if not PRECISIONS[name].emulated)
-"""Precisions that the trainer does not emulate; a run has their speed and memory."""
+"""Precisions that the trainer does not emulate, so that a run gains their speed and memory."""
 
 Granularity = Literal["tile", "row", "tensor"]
 ADA, HOPPER = 8.9, 9.0
-"""NVIDIA's compute capabilities: the first one that multiplies 8-bit numbers, and the one that supports scales of 128-wide
-tiles."""
+"""Compute capabilities of NVIDIA GPUs: the lowest one that multiplies 8-bit numbers, and the only one that supports one scale per
+128-wide tile."""
 
 
 def multiplies_codes(granularity: Granularity, capability: float | None) -> bool:
@@ -255,7 +261,8 @@ ALIGNED = 16
 
 def aligned(rows: int, columns: int, inner: int, *, tile: int = 0, square: bool = False) -> bool:
     """Return True if torch can multiply 8-bit factors of these sizes, [rows, inner] and [columns, inner]. `tile`: how many
-    numbers along the inner dim share a scale; 0: all. `square`: as many rows of the second factor share the scale, too."""
+    numbers along the inner dim share a scale; 0: all. `square`: in the second factor, a square of `tile` rows and `tile` columns
+    shares a scale."""
     unit = max(ALIGNED, tile)
     return rows % ALIGNED == columns % (unit if square else ALIGNED) == inner % unit == 0 < rows * inner
 
@@ -271,28 +278,29 @@ else:
 # --- choices within a narrow precision ---
 
 ATTENDED = ("*.attention.out",)
-"""Layers whose input the operation before them keeps anyway: an 8-bit copy would take further memory."""
+"""Layers whose input is also kept by the operation before them, so that an 8-bit copy would cost memory instead of saving it."""
 
 FEW_OUTPUTS = ("*.mamba.step", "*.mlp.shared_gate")
-"""Layers with a single output, or one for each head. They stay wide, because a tensor rank's share of the outputs is not a
-whole tile."""
+"""Layers with one output, or one output per head. Their products stay in bf16, because a tensor rank's share of the outputs is
+less than a tile."""
 
 
 class PrecisionSpec(Spec):
-    """Choices within a narrow precision. Embedding, head, router and norms stay wide in any case. So do the weight gradients of
-    experts, because the tokens that share a tile would depend on the plan."""
+    """Settings of the 8- and 4-bit precisions. "narrow" is the 8- or 4-bit format and "wide" is bf16. Embedding, head, router and
+    norms are always wide. Weight gradients of experts are also wide, because the plan would decide which tokens share a tile."""
 
     input_gradient: Literal["narrow", "wide"] = Field(
-        default="narrow", description="format of the products that give the gradients of activations"
+        default="narrow", description="format of the inputs of matrix products that compute gradients of activations"
     )
     weight_gradient: Literal["narrow", "wide"] = Field(
-        default="narrow", description="format of the products that give the gradients of weights, except for experts"
+        default="narrow",
+        description="format of the inputs of matrix products that compute gradients of weights, except in experts",
     )
-    gradients: Literal["e4m3", "e5m2"] = Field(default="e4m3", description="8-bit format of gradients in products")
+    gradients: Literal["e4m3", "e5m2"] = Field(default="e4m3", description="8-bit format of gradients that enter matrix products")
     granularity: Granularity = Field(
         default="tile",
-        description="set of numbers that share one scale in fp8. `tile`: a tile. `row`: a row along a product's inner dimension. "
-        "`tensor`: a microbatch's whole tensor",
+        description="set of numbers that share one scale in fp8. `tile`: a tile of tile x tile or 1 x tile numbers. `row`: a "
+        "row along the inner dimension of a matrix product. `tensor`: the whole tensor of a microbatch",
     )
     scale: Literal["up", "ocp", "fp32"] = Field(
         default="up",
@@ -301,94 +309,97 @@ class PrecisionSpec(Spec):
     )
     history: NonNegativeInt = Field(
         default=0,
-        description="number of past steps whose maxima give a tensor's scale (delayed scaling); 0: scale by the current numbers",
+        description="number of past steps whose maxima give a tensor's scale (delayed scaling); 0: the tensor itself gives the scale",
     )
     rounding: Literal["nearest", "stochastic"] | None = Field(
-        default=None, description="rounding of gradients in products; default: stochastic in nvfp4 and mxfp4"
+        default=None,
+        description="rounding of gradients that enter matrix products; default: stochastic in nvfp4 and mxfp4",
     )
     hadamard: bool | None = Field(
         default=None,
-        description="random Hadamard transform, over the tokens of a tile, of the operands of weight gradients; default: true in nvfp4 "
-        "and mxfp4",
+        description="random Hadamard transform, over the tokens of a tile, of the inputs of weight-gradient products; "
+        "default: true in nvfp4, mxfp4",
     )
     tile: PositiveInt | None = Field(
         default=None,
-        description="how many channels, and how many tokens, share a scale; default: 128 in fp8, 16 in nvfp4, 32 in the others",
+        description="number of channels, or of tokens, that share a scale; default: 128 in fp8, 16 in nvfp4, 32 in mxfp8 and mxfp4",
     )
-    wide_first: NonNegativeInt = Field(default=1, description="first blocks that stay wide")
-    wide_last: NonNegativeInt = Field(default=1, description="last blocks that stay wide")
+    wide_first: NonNegativeInt = Field(default=1, description="number of blocks at the beginning of the model that stay in bf16")
+    wide_last: NonNegativeInt = Field(default=1, description="number of blocks at the end of the model that stay in bf16")
     wide_decay: bool = Field(
-        default=False, description="compute every layer in the wide format once the learning rate of wsd or 1-sqrt decays"
+        default=False,
+        description="compute every layer in bf16 during the decay phase of the schedules wsd and 1-sqrt",
     )
     wide: tuple[str, ...] = Field(
-        default=(), description="layers that stay wide, by name, with * for any characters: `*.attention.*`"
+        default=(), description="names of layers that stay in bf16; * matches any characters, as in `*.attention.*`"
     )
     multiply: Literal["wide", "codes"] = Field(
         default="wide",
-        description="how dense products in fp8 are computed. `wide`: from rounded numbers, in bf16, on any device. `codes`: "
-        "from 8-bit codes, "
-        "on GPUs that support it",
+        description="how dense matrix products in fp8 are computed. `wide`: numbers are rounded to fp8 and multiplied in "
+        "bf16, on any device; `codes`: 8-bit codes are multiplied, on GPUs that support it",
     )
     dispatch: Literal["wide", "fp8"] = Field(
         default="wide",
-        description="in fp8: format in which tokens are sent to narrow experts; the experts' results and the gradients "
-        "of tokens are sent wide",
+        description="in fp8: format in which tokens are sent to fp8 experts; the experts' results and the gradients of tokens "
+        "are sent in bf16",
     )
     combine_gradients: Literal["wide", "fp8"] = Field(
-        default="wide", description="in fp8: format in which the gradients of experts' results are sent back to narrow experts"
+        default="wide",
+        description="in fp8: format in which gradients of experts' results are sent back to fp8 experts",
     )
     kept: Literal["wide", "fp8"] = Field(
         default="wide",
-        description="format in which inputs are kept for backward. In 8-bit precisions it applies to inputs of narrow "
-        "products, as forward rounded them. In bf16 it applies to inputs of products and activations in blocks, and "
-        "rounds them for weight gradients",
+        description="format in which inputs are kept for backward. In 8-bit precisions, fp8 keeps the inputs of 8-bit matrix "
+        "products as forward rounded them. In bf16, fp8 keeps the inputs of matrix products and of activation "
+        "functions in blocks, so that weight gradients are computed from rounded inputs",
     )
     gather: Literal["wide", "fp8"] = Field(
         default="wide",
-        description="in fp8: format in which ZeRO gathers the weights of narrow layers, if no tile lies across two shards",
+        description="in fp8: format in which ZeRO gathers the weights of fp8 layers in which no tile spans two shards",
     )
     watch_every: NonNegativeInt = Field(
-        default=0, description="steps between comparisons of a microbatch's gradients with gradients from wide products; 0: never"
+        default=0,
+        description="steps between comparisons of a microbatch's gradients with its gradients from bf16 products; 0: no comparisons",
     )
     auto: NonNegativeFloat = Field(
         default=0.0,
-        description="relative error of a block's gradient above which a comparison makes the worst block wide; 0: "
-        "comparisons change no block",
+        description="if a comparison finds a block whose gradient has a larger relative error than this, the worst block "
+        "computes in bf16 from then on; 0: comparisons change no block",
     )
 
 
 RECIPE = {"tile": "blockwise", "row": "rowwise", "tensor": "tensorwise"}
-"""Granularity -> recipe for products (a row of `parallel.precision.RECIPES`), in precisions whose own recipe is `blockwise`."""
+"""Granularity -> recipe for matrix products (a row of `parallel.precision.RECIPES`). Other precisions ignore it."""
 
 
 def is_narrow(precision: str) -> bool:
-    """Return True if products have narrow factors in this precision."""
+    """Return True if matrix products in this precision have 8- or 4-bit inputs."""
     return PRECISIONS[precision].tile > 0
 
 
 def packs(choices: PrecisionSpec, precision: str) -> bool:
-    """Return True if wide products keep their inputs for backward in 8 bits."""
+    """Return True if matrix products in bf16 keep their inputs for backward in 8 bits."""
     return choices.kept != "wide" and precision == BF16.name
 
 
 def packed_tile(choices: PrecisionSpec, precision: str) -> int:
-    """Return how many numbers of a row share a scale where wide products keep their inputs in 8 bits; 0 if they do not."""
+    """Return how many numbers of a row share a scale in the 8-bit inputs that bf16 products keep; 0 if they keep bf16 inputs."""
     return kept_tile(choices) if packs(choices, precision) else 0
 
 
 def kept_tile(choices: PrecisionSpec) -> int:
-    """Return how many numbers share a scale where a part of a block is kept for backward in 8 bits."""
+    """Return how many numbers share a scale in tensors that a block keeps for backward in 8 bits."""
     return choices.tile or PRECISIONS["fp8"].tile
 
 
 def recipe_of(choices: PrecisionSpec, precision: str) -> str:
-    """Return the name of the recipe for products."""
+    """Return the name of the recipe for matrix products in this precision."""
     own = "packed" if packs(choices, precision) else PRECISIONS[precision].products
     return RECIPE[choices.granularity] if own in RECIPE.values() else own
 
 
 def in_codes(choices: PrecisionSpec, precision: str, capability: float | None) -> bool:
-    """Return True if a GPU of this compute capability can multiply the factors of dense products in 8 bits."""
+    """Return True if a GPU of this compute capability can compute this run's dense matrix products from 8-bit codes."""
     own = PRECISIONS[precision]
     usual = (
         own.products == "blockwise"
@@ -400,32 +411,32 @@ def in_codes(choices: PrecisionSpec, precision: str, capability: float | None) -
 
 
 def tile_of(choices: PrecisionSpec, precision: str) -> int:
-    """Return how many channels and how many tokens share a scale; 0 if the number is not fixed, or nothing shares a scale."""
+    """Return the number of channels, and of tokens, that share a scale; 0 if the run scales rows or tensors, or has no scales."""
     tile = PRECISIONS[precision].tile
     return 0 if choices.granularity != "tile" else tile and (choices.tile or tile)
 
 
 def whole_tiles(length: int, shards: int, tile: int) -> bool:
-    """Return True if no tile lies across two shards of a dim of this length. Shards have equal length; the last ones may be
-    shorter or empty."""
+    """Return True if no tile spans two shards of a dim of this length. The last shards may be shorter than the others, or
+    empty."""
     share = -(-length // shards)
     return share % tile == 0 or share >= length
 
 
 def settled(choices: PrecisionSpec, precision: str) -> PrecisionSpec:
-    """Return the choices; those that a run leaves open are set to the precision's defaults."""
+    """Return `choices` with the precision's defaults for the keys that the run leaves out."""
     draws = PRECISIONS[precision].draws
     rounding = choices.rounding or ("stochastic" if draws else "nearest")
     return choices.model_copy(update={"rounding": rounding, "hadamard": draws if choices.hadamard is None else choices.hadamard})
 
 
 def is_packed(layer: str, *, blocks: int, choices: PrecisionSpec) -> bool:
-    """Return True if the wide layer of this name keeps its input in 8 bits, in a run with such wide layers."""
+    """Return True if the bf16 layer of this name keeps its input in 8 bits, in a run where `packs` is True."""
     return not stays_wide(layer, blocks=blocks, choices=choices) and not any(fnmatchcase(layer, each) for each in ATTENDED)
 
 
 def stays_wide(layer: str, *, blocks: int, choices: PrecisionSpec) -> bool:
-    """Return True if the layer of this name (`blocks.3.mlp.up`) multiplies in the wide format, in a model of `blocks` blocks."""
+    """Return True if the layer (such as `blocks.3.mlp.up`) always multiplies in bf16, in a model of `blocks` blocks."""
     part, _, rest = layer.partition(".")
     if part != "blocks":
         return True

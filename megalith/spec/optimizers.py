@@ -1,5 +1,5 @@
-"""The optimizers, one row each: the tensors that each keeps for a parameter, the dependencies of an update, and the rule. No
-torch."""
+"""Table of the optimizers: the tensors that each one keeps for a parameter, the data that an update depends on, and the update
+rule. No torch."""
 
 from typing import Literal, NamedTuple, NoReturn
 
@@ -9,7 +9,7 @@ from megalith.spec.numbers import NUMBERS
 from megalith.spec.state import GRADIENT, MASTER, WIDE, Moments, Slot, bytes_each
 
 Unit = Literal["element", "tensor", "matrix"]
-"""Data that the update of one element depends on: the element alone, a norm of its tensor, or its whole matrix."""
+"""Data on which the update of one element depends: the element alone, a norm of its tensor, or its whole matrix."""
 
 
 class Kind(NamedTuple):
@@ -17,38 +17,41 @@ class Kind(NamedTuple):
 
     title: str
     rule: str
-    """`module:Class` of the rule that updates weights (`train.optimizers.rule.Rule`); imported by the ranks that train."""
+    """`module:Class` of the rule that updates weights (`train.optimizers.rule.Rule`); only ranks that train import it."""
     slots: tuple[Slot, ...]
     """Tensors that the optimizer keeps for each parameter between two updates."""
     unit: Unit = "element"
     passes: float = 1.0
-    """Number of times that an update reads and writes the weights and slots."""
+    """Number of times that an update reads and writes each weight and slot."""
     rest: str | None = None
-    """The optimizer of parameters that are not true matrices (`spec.treatment.is_matrix`); None: this row's rule updates
-    every parameter."""
+    """Name of the optimizer for parameters that are not matrices (`spec.treatment.is_matrix`); None: this optimizer updates every
+    parameter."""
     width: float | None = None
-    """The learning rate of hidden matrices scales as the width to this power (`spec.families.parametrization`); None: no rule."""
+    """Under mup and completep, the learning rate of hidden matrices is proportional to the model's width to this power
+    (`spec.families.parametrization`); None: no power is known."""
     amplifies: bool = False
-    """True if rounding in a gradient can change an update by as much as the update itself. Two runs that only differ in the
-    order of sums then agree in their loss, but not in each weight."""
+    """True if a rounding error in a gradient can change an update by as much as the update itself. With such an optimizer, two
+    runs that differ only in the order of sums agree in their loss, but not in each weight."""
 
     @property
     def moved(self) -> float:
-        """Bytes of memory that an update reads and writes for each parameter: see `moved_with`."""
+        """Bytes that an update reads and writes per parameter, with moments in fp32 (see `moved_with`)."""
         return self.moved_with(WIDE)
 
     def moved_with(self, moments: Moments) -> float:
-        """Return `moved` for moments in another number format. An update reads the gradient; it reads and writes the other
-        tensors."""
+        """Return the bytes that an update reads and writes per parameter. An update reads the gradient, and it reads and writes
+        the master weight and the moments."""
         return self.passes * (bytes_each([GRADIENT]) + 2 * bytes_each([MASTER, *moments.of(self.slots)]))
 
 
 class _Rows(dict[str, Kind]):
-    """The rows by name. A user's own row is present once `admit` has imported it."""
+    """Rows of OPTIMIZERS by name. The row of a user's own optimizer is present once `admit` has imported it."""
 
     def __missing__(self, name: str) -> NoReturn:
         if own.is_own(name):
-            raise AbsentError(f"optimizer {name} is not imported: only a command that is given the run imports it")
+            raise AbsentError(
+                f"optimizer {name} is not imported: only commands that are given a run file or run folder import the run's own code"
+            )
         raise KeyError(name)
 
 
@@ -101,26 +104,25 @@ OPTIMIZERS: dict[str, Kind] = _Rows(
 
 
 def admit(name: str) -> None:
-    """Import a user's own row, `module:object`, into OPTIMIZERS. Raises own.OwnPartError if the object is not a valid row."""
+    """Import a user's own optimizer, `module:object`, into OPTIMIZERS. Raises own.OwnPartError if the object is not a valid
+    Kind."""
     row = own.load(name)
     if not isinstance(row, Kind):
-        raise own.OwnPartError(f"it is a {type(row).__name__}, and an optimizer is a megalith.spec.optimizers.Kind")
-    faults = [
-        f"its slot {slot.name} has the unknown number format {slot.number}" for slot in row.slots if slot.number not in NUMBERS
-    ]
+        raise own.OwnPartError(f"the object is a {type(row).__name__}, but an optimizer must be a megalith.spec.optimizers.Kind")
+    faults = [f"slot {slot.name} has the unknown number format {slot.number}" for slot in row.slots if slot.number not in NUMBERS]
     taken = {"weights", "gradients", "compute", "buffers", "lower", "upper"}
-    faults += [f"its slot {slot.name} has a name that is taken" for slot in row.slots if slot.name in taken]
+    faults += [f"slot {slot.name} has the name of one of Megalith's own tensors" for slot in row.slots if slot.name in taken]
     names = [slot.name for slot in row.slots]
-    faults += [f"two of its slots are called {one}" for one in dict.fromkeys(names) if names.count(one) > 1]
+    faults += [f"two slots are called {one}" for one in dict.fromkeys(names) if names.count(one) > 1]
     faults += [
-        f"its slot {slot.name} has the category {slot.category}, but must have the category optimizer"
+        f"slot {slot.name} has the category {slot.category}, but must have the category optimizer"
         for slot in row.slots
         if slot.category != "optimizer"
     ]
     if not own.is_own(row.rule):
-        faults.append(f"its rule {row.rule!r} is not a module:Class")
+        faults.append(f"rule = {row.rule!r} is not a module:Class")
     if row.rest is not None and row.rest not in OPTIMIZERS:
-        faults.append(f"its rest = {row.rest!r}, the optimizer of all other parameters, is not the name of an optimizer")
+        faults.append(f"rest = {row.rest!r}, the optimizer of parameters that are not matrices, is not the name of an optimizer")
     if faults:
         raise own.OwnPartError("; ".join(faults))
     OPTIMIZERS[name] = row

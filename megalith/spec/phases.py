@@ -1,8 +1,8 @@
-"""The phases of a run: a pure function from the samples consumed to mixture, sequence length and global batch.
+"""Phases of a run: its mixture, sequence length and global batch as a pure function of the consumed samples.
 
-`train.batch_ramp` and `data.phases` are lists of points. A point sets some values from a sample on; the latest point that names a
-value applies. All samples of a step have the same values, so a phase begins with the first step at or after its point. All
-numbers follow from the run file alone, so they are the same under any plan and in any resumed run. No torch."""
+`train.batch_ramp` and `data.phases` are lists of points. A point sets some values from a given sample on, until a later point
+sets them again. All samples of a step have the same values, so a phase begins with the first step at or after its point. Phases
+are computed from the run file alone, so they are the same under any plan and in any resumed run. No torch."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,12 +14,12 @@ from megalith.spec.quantity import Amount
 from megalith.spec.run import RunSpec
 
 RAMP, DATA = "train.batch_ramp", "data.phases"
-"""Keys of the run file that hold the points."""
+"""Keys of the two lists of points in the run file."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """Changes that begin at a sample. `begin`: an amount of training, or a number of samples."""
+    """Changes of values. `begin`: the amount of training, or number of samples, after which the changes apply."""
 
     key: str
     begin: int | Amount
@@ -34,20 +34,20 @@ class Phase:
     first: int
     """Samples before the phase."""
     step: int
-    """Steps before the phase, in a run that skips no samples."""
+    """Steps before the phase, if the run skips no samples."""
     tokens: int
-    """Tokens before it."""
+    """Tokens before the phase."""
     seq_len: int
     global_batch: int
     weights: dict[str, float] | None
     keys: tuple[str, ...] = field(default=(), compare=False)
-    """The points of the run file that the phase begins with."""
+    """Keys of the points in the run file at which the phase begins."""
     set_by: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """The key of the run file that set each value, if a point did."""
+    """For each value that a point set: the key of that value in the run file."""
 
     @property
     def values(self) -> tuple[int, int, int, dict[str, float] | None]:
-        """The sample at which the phase begins, and the values that hold in it."""
+        """The phase's first sample, sequence length, global batch and mixture."""
         return self.first, self.seq_len, self.global_batch, self.weights
 
     @property
@@ -77,7 +77,7 @@ class Phases:
 
     @classmethod
     def walk(cls, start: Phase, points: Sequence[Point]) -> "Phases":
-        """The phases of a run that begins with the values of `start` and has these points."""
+        """The phases of a run with the initial values of `start` and these points."""
         found, left = [start], list(points)
         while left:
             now = found[-1]
@@ -93,7 +93,7 @@ class Phases:
         return cls(tuple(found))
 
     def at(self, samples: int) -> Phase:
-        """The phase of the step that comes after this many consumed samples."""
+        """The phase of the step that begins after `samples` consumed samples."""
         return next(phase for phase in reversed(self.all) if phase.first <= samples)
 
     @cached_property
@@ -103,8 +103,8 @@ class Phases:
 
     @cached_property
     def texts(self) -> tuple[int, ...]:
-        """For each phase, the earliest phase whose losses can be compared with its losses: from there on, mixture and
-        sequence length stay the same, and the batch never shrinks."""
+        """For each phase, the number of the earliest phase with comparable losses: between the two, mixture and sequence length
+        do not change, and the batch never shrinks."""
         found = [0]
         for before, now in pairwise(self.all):
             alike = (before.seq_len, before.weights) == (now.seq_len, now.weights) and before.global_batch <= now.global_batch
@@ -112,7 +112,7 @@ class Phases:
         return tuple(found)
 
     def begun(self, samples: int) -> tuple[Phase, ...]:
-        """The phases that have begun after this many consumed samples."""
+        """The phases that have begun once `samples` samples are consumed."""
         return tuple(phase for phase in self.all if phase.number == 0 or phase.first < samples)
 
     def after(self, samples: int, steps: int) -> int:
@@ -135,7 +135,7 @@ class Phases:
         return phase.tokens + (samples - phase.first) * phase.seq_len
 
     def steps_to(self, amount: Amount) -> int:
-        """Return the number of steps until at least this amount is consumed, 1 or more."""
+        """Return the number of steps, at least 1, after which `amount` is consumed."""
         phase = next(
             each
             for each in self.all
@@ -145,7 +145,7 @@ class Phases:
         return max(1, phase.step - (-(amount.number - _measure(phase, amount.unit)) // each))
 
     def spans(self, steps: int) -> Iterator[tuple[Phase, int]]:
-        """Yield each phase that a run of `steps` steps enters, and its number of steps."""
+        """Yield each phase that a run of `steps` steps reaches, with the run's number of steps in that phase."""
         for phase in self.all:
             following = self._next(phase)
             end = steps if following is None else min(steps, following.step)
@@ -157,14 +157,13 @@ class Phases:
 
 
 def during(spec: RunSpec, phase: Phase) -> RunSpec:
-    """Return the run during a phase: a run with the mixture, sequence length and batch of that phase only."""
+    """Return the run with the mixture, sequence length and batch of one phase throughout."""
     train = spec.train.model_copy(update={"seq_len": phase.seq_len, "global_batch": phase.global_batch, "batch_ramp": ()})
     data = spec.data.model_copy(update={"weights": phase.weights, "phases": ()})
     return spec.model_copy(update={"train": train, "data": data})
 
 
 def _after(phase: Phase, steps: int) -> Phase:
-    """Return the part of a phase that is left after some of its steps."""
     samples = steps * phase.global_batch
     return replace(
         phase, first=phase.first + samples, step=phase.step + steps, tokens=phase.tokens + samples * phase.seq_len, keys=()
@@ -172,7 +171,6 @@ def _after(phase: Phase, steps: int) -> Phase:
 
 
 def _sample(begin: int | Amount, phase: Phase) -> int:
-    """Return the samples consumed at a point, if the phase lasts until that point."""
     if isinstance(begin, int):
         return begin
     gap = begin.number - _measure(phase, begin.unit)
@@ -182,5 +180,4 @@ def _sample(begin: int | Amount, phase: Phase) -> int:
 
 
 def _measure(phase: Phase, unit: str) -> int:
-    """Return the amount consumed before a phase."""
     return {"steps": phase.step, "samples": phase.first, "tokens": phase.tokens}[unit]

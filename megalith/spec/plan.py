@@ -1,4 +1,4 @@
-"""The plan: how the work is split. A person or the planner chooses it, and `parallel/` applies it."""
+"""The plan: how a run's work is split over ranks. A person or the planner chooses the plan, and `parallel/` applies it."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ Recompute = Annotated[
 
 
 class StateSpec(Spec):
-    """Location of the training state of a rank: on its device, in its host's memory, or on its host's disk."""
+    """Where a rank's training state is kept: on the rank's device, in the host's memory, or on the host's disk."""
 
     optimizer: Place = Field(
         default="device",
@@ -30,27 +30,27 @@ class StateSpec(Spec):
     )
     weights: Place = Field(
         default="device",
-        description="device | host | disk: source of the compute weights at each gather under ZeRO 3; on the host or disk they are cast "
-        "from the master weights there",
+        description="device | host | disk: place from which ZeRO 3 gathers compute weights; on the host or disk, they are "
+        "cast from the master weights",
     )
     share: PositiveFloat = Field(
         default=1.0,
         le=1.0,
-        description="share of the optimizer's state and master weights that is kept there; the rest stays on the device",
+        description="share of the optimizer's state and master weights that leaves the device; the rest stays on the device",
     )
     folder: str = Field(default="", description="disk: folder of each rank's files; empty: the run folder")
     chunk: PositiveInt = Field(
-        default=16, description="disk: MiB of one tensor that are read and written at once; three chunks are in memory"
+        default=16, description="disk: MiB of a tensor that are read or written at once; memory holds three chunks"
     )
     release: bool = Field(
         default=False,
-        description="disk, one microbatch a step: update each part inside the backward and free its gradient; a step that turns out to "
-        "be clipped is computed again",
+        description="disk, with one microbatch per step: update each part of the model during backward and free its gradient. "
+        "A step whose gradient must be clipped is computed again",
     )
 
     @property
     def away(self) -> float:
-        """The share that is not on the device."""
+        """Share of the optimizer's state and master weights that is not on the device."""
         return 0.0 if self.optimizer == "device" else self.share
 
     @property
@@ -60,20 +60,20 @@ class StateSpec(Spec):
 
 
 Action = Literal["keep", "recompute", "compress", "host", "disk"]
-"""The treatment of the tensors that a part of a block keeps from its forward for its backward."""
+"""Treatment of the tensors that a part of a block keeps from its forward for its backward."""
 
 
 def place_of(action: Action) -> Place:
-    """Return where tensors with an action wait, as far as they are kept at all."""
+    """Return the place of tensors between forward and backward under an action, if the action keeps them."""
     return action if action == "host" or action == "disk" else "device"
 
 
 BLOCK = ""
-"""The name that stands for a whole block among the names of parts."""
+"""Key of a whole block in a mapping of parts."""
 
 EXPERTS_ACTIVATION, UP_PROJECTION = "mlp.experts.activation", "attention.up"
-"""Parts of a block that are not modules: the activation between the experts' products, and the projection of latent
-attention's latents to queries, keys and values (`moe_act` and `mla_up_proj` of Megatron-Core)."""
+"""Parts of a block that are not modules: the activation function inside experts, and latent attention's projections from latent
+vectors to queries, keys and values (`moe_act` and `mla_up_proj` of Megatron-Core)."""
 
 PARTS: dict[str, tuple[str, ...]] = {
     "attend": (),
@@ -91,26 +91,28 @@ PARTS: dict[str, tuple[str, ...]] = {
     "mlp.shared": ("mlp",),
     "mlp_norm": ("attend",),
 }
-"""Each part of a block that an action can name -> the parts that contain it."""
+"""Each part of a block that can have an action -> the larger parts that contain it."""
 
 
 class PartActions(dict[str, Action]):
-    """Part of a block -> action. The mapping is hashable, like every value of a plan."""
+    """Mapping from a part of a block to its action; hashable, like every value of a plan."""
 
     def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return hash(frozenset(self.items()))
 
 
 COMPRESSED = tuple(part for part in PARTS if part != "mamba.core")
-"""The parts whose tensors can be kept in 8 bits. A Mamba-2 core keeps sums over the whole sequence in fp32."""
+"""The parts whose tensors can be kept in 8 bits. The part `mamba.core` is left out, because it keeps fp32 sums over the whole
+sequence."""
 
 NORMS = ("attention_norm", "mamba_norm", "mlp_norm")
 """The parts that are norms."""
 
 
 def parts_around(layer: str) -> tuple[str, ...]:
-    """Return the parts of a block that contain what a layer keeps, the innermost first. `layer`: the name, within the block, of a norm,
-    of a module that multiplies, or `EXPERTS_ACTIVATION`. A block without experts has all of its MLP in `mlp.shared`."""
+    """Return the parts of a block that contain the tensors which a layer keeps, the innermost part first. `layer`: the name in
+    the block of a norm or a matrix product, or `EXPERTS_ACTIVATION`. In a block without experts, the whole MLP is
+    `mlp.shared`."""
     half, _, rest = layer.partition(".")
     if half in NORMS:
         return half, "attend"
@@ -124,36 +126,38 @@ def parts_around(layer: str) -> tuple[str, ...]:
 
 
 def compresses(actions: Mapping[str, Action], layer: str) -> bool:
-    """Return True if what a layer keeps is kept in 8 bits: the innermost part that is named decides."""
+    """Return True if the tensors that a layer keeps are in 8 bits: the innermost part with an action decides."""
     return next((actions[part] for part in parts_around(layer) if part in actions), "keep") == "compress"
 
 
 OUTSIDE: tuple[Place, ...] = ("host", "disk")
-"""The places outside the device, the nearest first."""
+"""Places for tensors outside the device, the nearest first."""
 
 
 class RetainSpec(Spec):
-    """Treatment of the tensors that blocks keep from their forward for their backward, apart from those that `plan.recompute`
-    drops."""
+    """Treatment of the tensors that blocks keep from their forward for their backward, except those dropped by
+    `plan.recompute`."""
 
     blocks: Place = Field(
         default="device",
-        description="device | host | disk: place of the tensors that a block keeps for backward. They are fetched "
-        "during the backward of the next block",
+        description="device | host | disk: place of the tensors that a block keeps for backward. The tensors of a block are "
+        "fetched during the backward of the block after it",
     )
     share: PositiveFloat = Field(
-        default=1.0, le=1.0, description="share of the blocks whose tensors leave the device, spread evenly over the model"
+        default=1.0,
+        le=1.0,
+        description="share of blocks whose tensors leave the device; these blocks are spread evenly over the model",
     )
     folder: str = Field(default="", description="disk: folder of each rank's file; empty: the run folder")
     parts: Annotated[dict[str, Action], AfterValidator(PartActions)] = Field(
         default=PartActions(),
-        description="part of a block -> keep (on the device) | recompute | compress (in 8 bits) | host | disk; the "
-        "innermost part that is named decides",
+        description="action for each part of a block: keep (on the device) | recompute | compress (keep in 8 bits) | host | "
+        "disk; the innermost part with an action decides",
     )
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """The places outside the device where tensors wait, of all blocks or of parts of them."""
+        """Places outside the device that the plan uses for the tensors of blocks, or of parts of blocks."""
         if self.blocks == "device" and not self.parts:  # the usual case, which a search asks for at every plan
             return ()
         named = {self.blocks, *self.parts.values()}
@@ -161,7 +165,7 @@ class RetainSpec(Spec):
 
     @property
     def away(self) -> float:
-        """The share of the blocks with tensors that leave the device."""
+        """Share of the blocks from which some tensors leave the device."""
         return self.share if self.places else 0.0
 
     def leaves(self, number: int) -> bool:
@@ -170,58 +174,70 @@ class RetainSpec(Spec):
 
 
 class Plan(Spec):
-    """A parallel layout. It has `data * context * tensor * pipeline` ranks. The result of training does not depend on the
-    plan, except for the action `compress`."""
+    """A parallel layout of `data * context * tensor * pipeline` ranks. The result of training does not depend on the plan, except
+    for the action `compress`."""
 
-    data: PositiveInt = Field(default=1, description="data-parallel ranks; each reads its own part of the global batch")
+    data: PositiveInt = Field(
+        default=1, description="number of data-parallel ranks, which read different parts of the global batch"
+    )
     replicate: PositiveInt = Field(
         default=1,
-        description="number of groups of data ranks, each with a full copy of the state, sharded inside the group (HSDP); must divide data",
+        description="number of groups of data ranks (HSDP): each group shards a full copy of the state among its ranks; must divide data",
     )
-    zero: Zero = Field(default=1, description="state that data ranks shard: 0 nothing, 1 optimizer, 2 + gradients, 3 + weights")
-    tensor: PositiveInt = Field(default=1, description="ranks that split each matrix product")
-    sequence: bool = Field(default=True, description="with tensor > 1: split norms and residuals along the sequence too")
+    zero: Zero = Field(
+        default=1, description="state that data ranks shard. 0: nothing, 1: optimizer state, 2: also gradients, 3: also weights"
+    )
+    tensor: PositiveInt = Field(default=1, description="number of ranks that split each matrix product")
+    sequence: bool = Field(
+        default=True, description="with tensor > 1: tensor ranks also split norms and residuals, along the sequence"
+    )
     overlap_tensor: PositiveInt = Field(
         default=1,
-        description="with tensor > 1: number of pieces of an activation; one is sent while another is multiplied; 1: no overlap",
+        description="with tensor > 1: number of pieces into which activations are cut, to send one piece while another one is "
+        "multiplied; 1: no overlap",
     )
     context: PositiveInt = Field(
-        default=1, description="ranks that split each sequence; each rank has one early and one late part of the sequence"
+        default=1,
+        description="number of ranks that split each sequence; each rank has one early and one late part of the sequence",
     )
     context_method: Literal["ring", "gather"] = Field(
         default="ring",
-        description="how queries reach all keys and values: these pass around a ring of ranks, or every rank gathers them (Llama 3)",
+        description="ring: keys and values pass around a ring of context ranks; gather: every context rank gathers all keys "
+        "and values (Llama 3)",
     )
     ulysses: PositiveInt = Field(
         default=1,
-        description="size of the groups of context ranks that exchange heads for parts of the sequence instead; equal "
-        "to context: one group of all",
+        description="size of the groups of context ranks that exchange tokens for heads in attention (Ulysses): each rank "
+        "then has some heads of all tokens of its group; 1: no exchange",
     )
-    expert: PositiveInt = Field(default=1, description="ranks that divide the experts; taken from data, context and tensor ranks")
-    expert_tensor: PositiveInt = Field(default=1, description="ranks that split each expert's matrix products")
-    pipeline: PositiveInt = Field(default=1, description="ranks that each hold consecutive layers")
+    expert: PositiveInt = Field(
+        default=1, description="number of ranks that divide the experts; these are also data, context and tensor ranks"
+    )
+    expert_tensor: PositiveInt = Field(default=1, description="number of ranks that split each expert's matrix products")
+    pipeline: PositiveInt = Field(default=1, description="number of pipeline ranks, each of which holds consecutive layers")
     schedule: str = Field(default="1f1b", description="pipeline schedule: a name from the schedule table")
     chunks: PositiveInt = Field(
         default=1, description="number of stages of a pipeline rank (interleaved schedules need more than one)"
     )
     layers: tuple[NonNegativeInt, ...] | None = Field(
         default=None,
-        description="number of blocks of each stage, in order; the first and the last may have none; default: as even as possible",
+        description="number of blocks in each stage, in order; the first and the last stage may have none; default: as even as possible",
     )
-    microbatch: PositiveInt = Field(default=1, description="sequences a data rank computes at once")
+    microbatch: PositiveInt = Field(default=1, description="number of sequences that a data rank computes at once")
     recompute: Recompute = Field(
         default="none",
-        description="none | selective (the parts in recompute_parts) | full | every:N | segments:K (only the inputs of segments of "
-        "K blocks are kept) | segments:auto (the K with the lowest peak) | sqrt (segments of sqrt(L) blocks, each recomputed)",
+        description="none | selective (the parts in recompute_parts) | full (every block) | every:N (every N-th block) | "
+        "segments:K (only the inputs of segments of K blocks are kept) | segments:auto (the K with the lowest "
+        "memory peak) | sqrt (segments of sqrt(L) blocks, in which each block is also recomputed)",
     )
     recompute_parts: tuple[str, ...] = Field(
-        default=("attention.core",), description="selective: the parts of a block that the backward recomputes"
+        default=("attention.core",), description="parts of a block that backward recomputes if recompute is `selective`"
     )
     post_validation: bool = Field(
         default=False,
-        description="update before the global gradient norm is known, and check the norm after the next step's first "
-        f"forwards. A wrong update is undone; until the check, gradients and copies are kept, {UNDO_BYTES:g} bytes a "
-        "parameter of a rank's share with AdamW",
+        description=f"update before the global gradient norm is known, and check the norm after the next step's first "
+        f"forwards. An update that should have been clipped or skipped is undone. Until the norm is checked, a rank keeps "
+        f"gradients and, with AdamW, copies of {UNDO_BYTES:g} bytes per parameter of its share",
     )
     state: StateSpec = StateSpec()
     retain: RetainSpec = RetainSpec()
@@ -229,16 +245,17 @@ class Plan(Spec):
 
     @property
     def actions(self) -> Mapping[str, Action]:
-        """The policy for tensors that a block keeps for its backward, unless the whole block is recomputed: part -> action.
-        `BLOCK` has the action for tensors outside of named parts. `recompute_parts` and `retain.blocks` are short forms of
-        this mapping."""
+        """Mapping from a part of a block to the action on the tensors that it keeps for backward, unless the whole block is
+        recomputed. `BLOCK` has the action for all other tensors of a block. `recompute_parts` and `retain.blocks` set some of
+        these actions."""
         named = self.recompute_parts if self.recompute == "selective" else ()
         rest: Action = "keep" if self.retain.blocks == "device" else self.retain.blocks
         return {BLOCK: rest, **dict.fromkeys(named, "recompute"), **self.retain.parts}
 
     @property
     def rounding(self) -> Mapping[str, Action]:
-        """The actions that change numbers, and `keep` for the parts in between: one process has them, too."""
+        """The `compress` actions, which change numbers, and `keep` for the parts inside compressed ones that are not compressed.
+        A run in one process uses the same actions for comparison."""
         named = self.actions
         short = [part for part, action in named.items() if action == "compress"]
         around = {part: (*PARTS.get(part, ()), *(("mlp.activation",) if part == EXPERTS_ACTIVATION else ())) for part in named}
@@ -247,7 +264,7 @@ class Plan(Spec):
 
     @property
     def recomputed_parts(self) -> tuple[str, ...]:
-        """The parts of blocks that run again in backward."""
+        """The parts of blocks that backward recomputes."""
         return tuple(part for part, action in self.actions.items() if action == "recompute")
 
     @property
@@ -257,7 +274,7 @@ class Plan(Spec):
 
     @property
     def set_sequences(self) -> int:
-        """Number of sequences in microbatch i of all data ranks: the set over which `balance_set = "batch"` measures loads."""
+        """Number of sequences in microbatch i of all data ranks, over which `balance_set = "batch"` measures loads."""
         return self.data * self.microbatch
 
     @property
@@ -267,7 +284,7 @@ class Plan(Spec):
 
     @property
     def dp_size(self) -> int:
-        """Ranks whose gradients of a dense weight are added up, because they compute different tokens."""
+        """Number of ranks that compute different tokens with the same dense weight, so that their gradients are added up."""
         return self.data * self.context * self.sides
 
     @property
@@ -293,7 +310,7 @@ class Plan(Spec):
         return _bounds(self.layers, self.stages, blocks)
 
     def retained(self, blocks: int) -> frozenset[int]:
-        """Return the stages with a block whose tensors leave the device between forward and backward."""
+        """Return the numbers of stages with a block from which tensors leave the device between forward and backward."""
         stages = enumerate(self.bounds(blocks))  # part 0 is the embedding, so block n is part n + 1
         return frozenset(
             stage
@@ -303,14 +320,13 @@ class Plan(Spec):
 
 
 AUTO = "segments:auto"
-"""The recomputation policy whose segment size `cost.segments` decides before ranks start."""
+"""The recomputation policy whose segment size is chosen by `cost.segments` before ranks start."""
 
 
 def recomputed(number: int, *, blocks: int, policy: str) -> bool:
-    """Return whether block `number` (of the whole model's `blocks`) keeps only its input in forward and runs again in its own backward.
-
-    `every:n` recomputes every n-th block. Under `sqrt`, a segment runs again, and meanwhile each of its blocks keeps only its
-    input. Blocks of multi-token prediction belong to no segment: each runs again on its own.
+    """Return True if block `number` (of the whole model's `blocks`) keeps only its input in forward and is recomputed in its own
+    backward. Under `sqrt`, a segment is recomputed first, and its blocks then keep only their inputs. Blocks of multi-token
+    prediction belong to no segment: each one is recomputed alone.
     """
     if policy in ("full", "sqrt"):
         return True
@@ -320,19 +336,21 @@ def recomputed(number: int, *, blocks: int, policy: str) -> bool:
 
 
 def segment_size(policy: str, *, blocks: int) -> int:
-    """Return how many consecutive blocks of a stage make a segment; 0 if the policy has no segments. A segment keeps only its
-    first block's input (Chen et al. 2016, section 4.3). Raises ValueError for `segments:auto`, whose size follows from traced
-    blocks."""
+    """Return the number of consecutive blocks in a segment; 0 if the policy has no segments. A segment keeps only its first
+    block's input (Chen et al. 2016, section 4.3). Raises ValueError for `segments:auto`, whose size is not known before blocks
+    are traced."""
     if policy == AUTO:
-        raise ValueError(f"plan.recompute = {AUTO!r} has no size yet: `cost.segments.decided` replaces it")
+        raise ValueError(
+            f"plan.recompute = {AUTO!r} has no segment size: call `cost.segments.decided` first, which replaces it by segments:K"
+        )
     if policy == "sqrt":
         return math.ceil(math.sqrt(blocks))
     return int(policy.removeprefix("segments:")) if policy.startswith("segments:") else 0
 
 
 def segments(parts: Sequence[bool], size: int) -> tuple[range, ...]:
-    """Cut a stage's blocks into segments of `size`; the last may be shorter. `parts`: for each part of the stage, True if it
-    is a block. Each segment is a range of part numbers."""
+    """Cut a stage's blocks into segments of `size` blocks; the last segment may be shorter. `parts`: for each part of the stage,
+    True if it is a block. Each segment is a range of part numbers."""
     blocks = [number for number, is_block in enumerate(parts) if is_block]
     return (
         tuple(range(blocks[at], blocks[min(at + size, len(blocks)) - 1] + 1) for at in range(0, len(blocks), size))

@@ -1,4 +1,4 @@
-"""Named models: `[model] preset = "llama3-8b"` takes the values of a line in presets.toml."""
+"""Named models: `[model] preset = "llama3-8b"` takes its values from presets.toml."""
 
 import re
 import tomllib
@@ -20,19 +20,18 @@ class Preset:
     values: dict[str, Any]
 
     def build(self) -> Model:
-        """The sizes as a spec of their family; its name is the preset's."""
+        """The preset's sizes as a spec of its family."""
         return read(self.values)
 
 
 def meant(word: str) -> list[str]:
-    """Return the presets that a shorter name such as "7b" or "llama 8b" may mean: their names contain all pieces of it."""
+    """Return the presets whose names contain every piece of `word`, such as "7b" or "llama 8b"."""
     pieces = [piece for piece in re.split(r"[-_ /]+", word.lower()) if piece]
     names = {name: re.split(r"[-_]", name) for name in presets()}
     return [name for name, parts in names.items() if pieces and all(_is_piece(piece, parts) for piece in pieces)]
 
 
 def _is_piece(piece: str, parts: list[str]) -> bool:
-    """Return True for a size such as "8b" that equals a part, and for a word such as "llama" that begins a part."""
     return piece in parts if piece[0].isdigit() else any(part.startswith(piece) for part in parts)
 
 

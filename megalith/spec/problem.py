@@ -1,4 +1,4 @@
-"""Problem of a specification, worded so that a person can act on it: value, reason, way out."""
+"""A problem of a specification: the value, the reason why it is wrong, and what to do about it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ Severity = Literal["error", "advice"]
 
 @dataclass(frozen=True)
 class Problem:
-    """One finding. An "error" stops the run before it starts; an "advice" is only shown.
+    """One problem. An "error" stops the run before it starts; an "advice" is only printed.
 
-    `source` is the origin of the value: "file run.toml", "preset tiny", "command line", "default"; "" if the problem is not in a
-    single value. `value` is None if the key is missing.
+    `source` is the origin of the value: "file run.toml", "preset tiny", "command line", "default"; "" if several values cause the
+    problem. `value` is None if the key is missing.
     """
 
     severity: Severity
@@ -40,7 +40,8 @@ class SpecErrors(Exception):  # noqa: N818  # it holds several errors, and says 
 
 
 def near(word: str, known: Iterable[str], *, alike: float = 0.6) -> str | None:
-    """Return the known word that is spelt most like `word`; None if the similarity is below `alike` (difflib's ratio)."""
+    """Return the known word whose spelling is most similar to `word`; None if the similarity (difflib's ratio) is below
+    `alike`."""
     spellings = {spelling.lower(): spelling for spelling in known}
     found = get_close_matches(word.lower(), spellings, n=1, cutoff=alike)
     return spellings[found[0]] if found else None

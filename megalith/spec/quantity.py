@@ -8,14 +8,15 @@ UNITS = ("steps", "samples", "tokens")
 
 
 class Thousand(NamedTuple):
-    """Mark of a run file's whole numbers that users may write as text such as "8k": K, M, G and T are powers of `base`."""
+    """Marks a field with a whole number that users may write as text such as "8k", in which K, M, G and T are powers of
+    `base`."""
 
     base: int
 
 
 def quantity(text: str, *, thousand: int = 1000) -> float | None:
-    """Return the number that a text such as 15T, 300B, 1.5e9 or 4M means. K, M, B or G, and T are powers of `thousand`; Ki,
-    Mi, Gi and Ti are powers of 1024. Return None for text that is not a number above 0."""
+    """Convert a text such as 15T, 300B, 1.5e9 or 4M to a number. K, M, B (or G) and T are powers of `thousand`; Ki, Mi, Gi and Ti
+    are powers of 1024. Return None for text that is not a number above 0."""
     found = re.fullmatch(r"([0-9][0-9_,]*(?:\.[0-9]+)?(?:[eE][0-9]+)?)\s*(?:([KMGBT])(i)?)?", text.strip(), re.IGNORECASE)
     if not found:
         return None
@@ -25,8 +26,8 @@ def quantity(text: str, *, thousand: int = 1000) -> float | None:
 
 
 def whole(text: str, mark: Thousand) -> int | None:
-    """Return "8k" or "1e5" as a whole number; None for text without such a letter or exponent, and for a number that is not
-    whole."""
+    """Convert a text with a letter or exponent, such as "8k" or "1e5", to a whole number; None for other text, and for a number
+    that is not whole."""
     number = quantity(text, thousand=mark.base) if re.search(r"[a-zA-Z]", text) else None
     return int(number) if number is not None and number == int(number) else None
 
@@ -40,7 +41,7 @@ class Amount:
 
     @classmethod
     def read(cls, value: Any) -> "Amount | None":
-        """Return the amount that a text such as "500M tokens" names; None for anything else."""
+        """Convert a text such as "500M tokens" to an amount; None for any other value."""
         if not isinstance(value, str):
             return None
         number, _, unit = value.strip().rpartition(" ")

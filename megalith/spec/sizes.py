@@ -1,5 +1,5 @@
-"""The parameters of a model: their names, their shapes and how they act on tokens, without torch. `models/` makes the same
-parameters as modules. tests/spec/test_sizes.py compares both, so counts here equal those of the trainer.
+"""The parameters of a model: their names, their shapes and how they act on tokens, without torch. tests/spec/test_sizes.py
+compares them with the modules in `models/`.
 """
 
 from collections import Counter
@@ -24,22 +24,22 @@ from megalith.spec.parts import Tensor, declared
 
 Role = Literal["matrix", "experts", "table", "filter", "vector"]
 """How a parameter acts on tokens. A `matrix` [outputs, inputs] multiplies every token. `experts` [experts, outputs, inputs] are
-matrices; a token is multiplied by those of its active experts. Rows of a `table` [rows, channels] are looked up. A `filter`
-[channels, width] is convolved with the sequence. A `vector` scales or shifts channels, or heads. The table of a tied output also
-multiplies every token."""
+one matrix per expert; a token is multiplied by the matrices of its active experts. Rows of a `table` [rows, channels] are looked
+up. A `filter` [channels, width] is convolved with the sequence. A `vector` scales or shifts channels or heads. If output and
+embedding are tied, their table also multiplies every token."""
 
 
 class Parameter(NamedTuple):
     """One parameter."""
 
     name: str
-    """The name within the given block, part or model."""
+    """Name of the parameter in the block, part or model that was asked for."""
     shape: tuple[int, ...]
     role: Role
     heads: int = 1
-    """The number of heads that the rows of a matrix belong to, one after another."""
+    """The number of heads among which the rows of a matrix are divided, in order."""
     stacked: tuple[int, ...] = ()
-    """For a parameter that stores several matrices as one: how many rows of each head belong to each matrix; empty: it is one
+    """If the parameter consists of several stacked matrices: how many rows of each head belong to each matrix; empty: it is one
     matrix."""
 
     @property
@@ -49,7 +49,7 @@ class Parameter(NamedTuple):
 
 
 class Count(NamedTuple):
-    """Numbers of elements of some parameters."""
+    """Numbers of elements of a set of parameters."""
 
     dense: int
     """Elements outside the experts."""
@@ -92,8 +92,8 @@ def model_parameters(model: ModelSpec) -> dict[str, Parameter]:
 
 
 def tied_names(model: ModelSpec) -> dict[str, str]:
-    """Return the further names of tied parameters -> the parameter's own name. A tied output, and the tables of multi-token
-    prediction, are the embedding.
+    """Return a mapping from each further name of a tied parameter to its first name. A tied output and the embeddings of
+    multi-token prediction are tied to `embedding.weight`.
     """
     depth = model.head.ahead.depth if model.head.ahead else 0
     ahead = {f"head.ahead.{k}.embedding.weight": "embedding.weight" for k in range(depth)}
@@ -102,7 +102,7 @@ def tied_names(model: ModelSpec) -> dict[str, str]:
 
 
 def count(parameters: Iterable[Parameter]) -> Count:
-    """Return the numbers of elements."""
+    """Return the numbers of elements of these parameters."""
     sizes = Counter[bool]()
     for each in parameters:
         sizes[each.role == "experts"] += each.numel
@@ -115,7 +115,7 @@ def count_block(block: BlockSpec, dim: int) -> Count:
 
 
 def count_active(block: BlockSpec, dim: int) -> int:
-    """Return the number of a block's elements that act on one token: all but those of inactive experts."""
+    """Return the number of a block's elements that one token uses: all except those of inactive experts."""
     dense, experts = count_block(block, dim)
     return dense + (experts // block.mlp.experts * block.mlp.router.active if isinstance(block.mlp, MoeSpec) else 0)
 
@@ -148,14 +148,13 @@ def layer_of(parameter: Parameter) -> str:
 
 
 def own_tensors(block: BlockSpec, dim: int) -> dict[str, tuple[Tensor, ...]]:
-    """Return the tensors that a user's own attention and MLP in a block declare, under "attention" and "mlp"."""
+    """Return the parameters that a block's user-defined attention and MLP declare, under the keys "attention" and "mlp"."""
     halves = {"attention": block.attention, "mlp": block.mlp}
     named = {half: spec for half, spec in halves.items() if isinstance(spec, AttentionSpec | MlpSpec) and spec.own}
     return {half: declared(spec.own or "", dim, spec) for half, spec in named.items()}
 
 
 def _under(path: str, parameters: Iterable[Parameter]) -> Parameters:
-    """Yield the parameters of the module at `path`."""
     return (each._replace(name=f"{path}.{each.name}") for each in parameters)
 
 
@@ -175,7 +174,6 @@ def _head(dim: int, spec: HeadSpec, embedding: EmbeddingSpec) -> Parameters:
 
 
 def _ahead(dim: int, block: BlockSpec, embedding: EmbeddingSpec) -> Parameters:
-    """Yield the parameters of one depth of multi-token prediction."""
     yield Parameter("embedding.weight", (embedding.vocab, dim), "table")
     yield from _under("norm_embedding", _norm(dim, block.norm))
     yield from _under("norm_hidden", _norm(dim, block.norm))
@@ -288,7 +286,7 @@ def _moe(spec: MoeSpec, dim: int) -> Parameters:
 
 
 def active_parameters(model: ModelSpec) -> int:
-    """Return the number of parameters that act on a token in the prediction of the next one, without multi-token prediction."""
+    """Return the number of elements that one token uses in the prediction of the next token, without multi-token prediction."""
     alone = model.model_copy(update={"head": model.head.model_copy(update={"ahead": None})})
     ends = count_model(alone).total - count_blocks(alone).total
     return ends + sum(count_active(block, model.dim) for block in model.blocks)

@@ -7,8 +7,7 @@ from typing import Any
 
 
 def literal(value: Any) -> str:
-    """Return a value as TOML. TOML has no None, so None becomes the text "none", which the reader of run files turns back
-    into None."""
+    """Return a value as TOML. TOML has no None, so None is written as the text "none", which run files accept for None."""
     match value:
         case None:
             return '"none"'
@@ -32,5 +31,5 @@ def key(part: str) -> str:
 
 
 def dotted(parts: Iterable[str | int]) -> str:
-    """The path to a value, as `a.b.c`."""
+    """Return a path of keys as `a.b.c`."""
     return ".".join(key(str(part)) for part in parts)

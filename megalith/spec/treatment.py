@@ -1,4 +1,5 @@
-"""How a run's optimizer updates each parameter: the rule, the factor of the learning rate, the weight decay. No torch."""
+"""How a run's optimizer updates each parameter: the optimizer's kind, the learning rate, the weight decay, and the formats. No
+torch."""
 
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -12,23 +13,24 @@ from megalith.spec.sizes import Parameter, model_parameters
 from megalith.spec.state import LOWER, MASTER, WIDE, Moments, Slot, bytes_each, kept
 
 NOT_MATRICES = ("head.output.weight", "*router.weight", "*shared_gate.weight")
-"""Names of matrices whose rows are independent of each other, because each row scores one token or one expert."""
+"""Names of parameters that are not updated as matrices, because each row computes the score of one token or expert, independently
+of other rows."""
 
 
 class Treatment(NamedTuple):
-    """How one parameter is updated."""
+    """Settings with which one parameter is updated."""
 
     kind: str
     """A row of `spec.optimizers`."""
     lr: float = 1.0
-    """Factor of the learning rate."""
+    """Factor by which the learning rate is multiplied."""
     weight_decay: float = 0.0
     eps: float = 1.0
-    """Factor of the optimizer's epsilon."""
+    """Factor by which the optimizer's epsilon is multiplied."""
     moments: Moments = WIDE
-    """The number format of its moments."""
+    """Number format of the parameter's moments."""
     master: str = "fp32"
-    """The form of its master weights, see `spec.state.LOWER`."""
+    """Form of the parameter's master weights (`spec.state.LOWER`)."""
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -38,12 +40,13 @@ class Treatment(NamedTuple):
 
 
 def treatments(model: ModelSpec, optimizer: OptimizerSpec) -> dict[str, Treatment]:
-    """Return how each parameter of the whole model is updated, by its name."""
+    """Return the treatment of each parameter, by its name in the whole model."""
     return {name: treatment(each, optimizer, model.scaling) for name, each in model_parameters(model).items()}
 
 
 def treatment(parameter: Parameter, optimizer: OptimizerSpec, scaling: Growth) -> Treatment:
-    """Return how a parameter is updated. Its name is the one in the whole model; `scaling` are the model's sizes."""
+    """Return the treatment of a parameter, which must have its name in the whole model. `scaling`: the model's sizes relative to
+    the base sizes."""
     group = group_of(parameter.name, optimizer) or GroupSpec(pattern="*")
     kind = group.kind or optimizer.kind
     rest = OPTIMIZERS[kind].rest
@@ -59,57 +62,56 @@ def treatment(parameter: Parameter, optimizer: OptimizerSpec, scaling: Growth) -
 
 
 def _scaled(usual: Treatment, parameter: Parameter, scaling: Growth) -> Treatment:
-    """Return the treatment for a model whose sizes differ from the base sizes (`spec.families.parametrization`)."""
     power = (OPTIMIZERS[usual.kind].width or 0.0) if is_hidden(parameter) else 0.0
     factor, deep = scaling.width**power, scaling.depth if parameter.name.startswith("blocks.") else 1.0
     return usual._replace(lr=usual.lr * factor, weight_decay=usual.weight_decay / factor, eps=1 / (scaling.width * deep))
 
 
 def group_of(name: str, optimizer: OptimizerSpec) -> GroupSpec | None:
-    """Return the group of a parameter: the last group whose pattern matches the whole name."""
+    """Return the last group whose pattern matches a parameter's whole name; None if no group does."""
     return next((each for each in reversed(optimizer.groups) if fnmatchcase(name, each.pattern)), None)
 
 
 def is_matrix(parameter: Parameter) -> bool:
-    """Return True if the parameter, or its part for each expert, maps vectors to vectors, so that its singular values have a
-    meaning."""
+    """Return True if the parameter is a linear map from vectors to vectors, or one such map per expert, so that orthogonalising
+    it makes sense."""
     outside = any(fnmatchcase(parameter.name, pattern) for pattern in NOT_MATRICES)
     return parameter.role in ("matrix", "experts") and not outside
 
 
 def takes_small_moments(parameter: Parameter, optimizer: OptimizerSpec) -> bool:
-    """Return True if the parameter's moments have the run's number format instead of fp32. This holds for matrices and
-    experts with enough elements. An embedding keeps fp32, because most of its rows get no gradient in a step."""
+    """Return True if the parameter's moments have the format `optimizer.moments` instead of fp32: for matrices and experts with
+    enough elements. Embeddings have fp32 moments, because most rows have no gradient in a step."""
     return parameter.role in ("matrix", "experts") and parameter.numel >= optimizer.moment_least
 
 
 def kinds(optimizer: OptimizerSpec) -> tuple[str, ...]:
-    """Return every kind of optimizer that a run may use, beginning with `optimizer.kind`."""
+    """Return the names of all optimizers that a run uses, beginning with `optimizer.kind`."""
     named = [optimizer.kind, *(group.kind for group in optimizer.groups if group.kind)]
     found = (kind for name in named for kind in (name, OPTIMIZERS[name].rest) if kind)
     return tuple(dict.fromkeys(found))
 
 
 def amplifies(optimizer: OptimizerSpec) -> bool:
-    """Return True if rounding in a gradient can visibly change a later update: because of the update rule, or because a
-    moment in few bits may round to another number."""
+    """Return True if rounding in a gradient can visibly change a later update: because the update rule amplifies it, or because
+    an 8- or 16-bit moment may round to another number."""
     return optimizer.moments != "fp32" or any(OPTIMIZERS[kind].amplifies for kind in kinds(optimizer))
 
 
 def slots_of(optimizer: OptimizerSpec) -> tuple[Slot, ...]:
-    """Return the optimizer's slots of a large parameter; nearly all of a model's elements are in such parameters."""
+    """Return the optimizer's slots for a large matrix, as nearly all of a model's elements are in large matrices."""
     return optimizer.small.of(OPTIMIZERS[optimizer.kind].slots)
 
 
 def masters_of(optimizer: OptimizerSpec) -> tuple[Slot, ...]:
-    """Return the slots of a large parameter's master weights, in addition to the compute weights."""
+    """Return the slots that keep a large matrix's master weights in addition to its compute weights."""
     return (LOWER.get(optimizer.master, MASTER),)
 
 
 def kept_of(optimizer: OptimizerSpec, compute: str, *, gradients: str = "fp32") -> str:
-    """Return the bytes kept for one element of a large parameter, as text with all terms of the sum. `compute`: the format of
-    products. If it equals that of the master weights, no separate compute weights are kept. `gradients`: the format in which
-    gradients are added up."""
+    """Return the bytes of state per element of a large matrix, as text with all terms of the sum. `compute`: the format of the
+    compute weights; if it is fp32, the master weights are the compute weights. `gradients`: the format in which gradients are
+    added up."""
     words = {"compute": "compute", "weights": "master", "lower": "correction", "gradients": "gradient"}
     found: dict[str, float] = {}
     for slot in kept(compute, slots_of(optimizer), master=optimizer.master, gradients=gradients):
@@ -123,7 +125,7 @@ class ParameterSet(NamedTuple):
     """Parameters of a model that are updated in the same way."""
 
     pattern: str
-    """The pattern of the parameters' group; empty: no group."""
+    """Pattern of the group that matches the parameters; empty: no group."""
     treatment: Treatment
     parameters: tuple[Parameter, ...]
 
@@ -134,7 +136,7 @@ class ParameterSet(NamedTuple):
 
 
 def summary(model: ModelSpec, optimizer: OptimizerSpec) -> list[ParameterSet]:
-    """Return all parameters of a model by their group and their treatment; those without a group come last."""
+    """Return a model's parameters in sets with the same group and treatment; parameters without a group come last."""
     order = {each.pattern: number for number, each in enumerate(optimizer.groups)}
     found: dict[tuple[str, Treatment], list[Parameter]] = {}
     for each in model_parameters(model).values():
@@ -145,14 +147,13 @@ def summary(model: ModelSpec, optimizer: OptimizerSpec) -> list[ParameterSet]:
 
 
 Runs: TypeAlias = tuple[tuple[int, int], ...]
-"""Rows of a parameter: the first row and the number of rows of each contiguous range."""
+"""A set of rows of a parameter, as contiguous ranges: the first row and the number of rows of each range."""
 
 
 def true_matrices(parameter: Parameter, *, split_heads: bool) -> tuple[Runs, ...]:
-    """Return the rows of each true matrix in a parameter, or in each of its experts.
-
-    Latent attention stores several matrices as one parameter: the down-projections to keys and values and to rotated keys, and
-    the up-projections to each head's keys and values. With `split_heads`, each head's rows are a matrix of their own.
+    """Return the rows of each matrix that is stacked in a parameter, or in each of its experts. Latent attention stacks several
+    matrices in one parameter: the down-projections to keys and values and to rotated keys, and the up-projections to each head's
+    keys and values. With `split_heads`, the rows of each head are a separate matrix.
     """
     rows, heads = parameter.shape[-2], parameter.heads
     sizes = parameter.stacked or (rows // heads,)
@@ -164,8 +165,8 @@ def true_matrices(parameter: Parameter, *, split_heads: bool) -> tuple[Runs, ...
 
 
 class Rows(NamedTuple):
-    """The rows of one head in a weight, or its elements in a bias, as `runs`. Each run is a number of rows and the power of
-    the head's factor that multiplies them."""
+    """Rows of one head in a weight, or elements of one head in a bias. Each of `runs` is a number of rows and an exponent p;
+    QK-clip multiplies these rows by f^p, where f is the head's factor."""
 
     runs: tuple[tuple[int, float], ...]
 
@@ -179,21 +180,21 @@ class Heads(NamedTuple):
     """One layer of attention."""
 
     name: str
-    """The layer's name in the whole model."""
+    """Name of the attention layer in the whole model."""
     queries: int
     keys: int
-    """Number of key heads; each serves queries / keys query heads."""
+    """Number of key heads; queries / keys query heads share each of them."""
     rows: dict[str, Rows]
-    """The rows of a head in each parameter that makes queries or keys, by the parameter's name in the whole model. A head's
-    factor scales these rows."""
+    """The rows of a head that its factor scales in each parameter that computes queries or keys, by the parameter's name in the
+    whole model."""
 
 
 def heads_of(model: ModelSpec) -> list[Heads]:
-    """Return all attention layers without a norm of queries and keys, in the order of the model.
+    """Return all attention layers to which QK-clip applies, in order: those that do not normalise queries and keys.
 
     A factor f of a head's scores is split as in QK-clip (Kimi K2, arXiv:2507.20534, section 2.1): queries and keys are each
-    multiplied by sqrt(f). In latent attention all heads share the rotated key, so the rotated part of the queries takes f.
-    Likewise, if several query heads share a key head, their queries take f.
+    multiplied by sqrt(f). A key that several query heads share is not scaled, and their queries are multiplied by f instead: in
+    grouped-query attention, and for the rotated channels of latent attention.
     """
     return [found for name, attention in attentions(model) if (found := _heads(name, attention)) is not None]
 

@@ -1,5 +1,5 @@
-"""Validation of raw values: they become a RunSpec or another spec, or a list of all problems, worded for the person who wrote
-the values."""
+"""Validation of raw values, which yields a RunSpec or another spec, or a list of all problems for the person who wrote the
+values."""
 
 import json
 import re
@@ -38,7 +38,7 @@ NEEDED: dict[str, str] = {
     "less_than": "it must be less than {lt:g}",
     "less_than_equal": "it must be at most {le:g}",
     "literal_error": "it must be {expected}",
-    "string_pattern_mismatch": "it has an unknown form",
+    "string_pattern_mismatch": "the text does not have one of the known forms",
     "missing": "a value is needed",
     "extra_forbidden": "unknown key",
     "union_tag_invalid": "no {word} has this name",
@@ -59,21 +59,21 @@ WRITE: dict[str, str] = {
     "greater_than_equal": "Use {ge:g} or more",
     "less_than": "Use a value below {lt:g}",
     "less_than_equal": "Use {le:g} or less",
-    "string_pattern_mismatch": "Write one of the known forms",
+    "string_pattern_mismatch": "Write one of these forms",
     "literal_error": "Choose one of them",
     "updates_or_share": 'Write 100, "2%" or "1B tokens"',
     "own_part": 'Write "package.module:object"',
 }
-"""The way out by the type of error."""
+"""Instruction to the user, by pydantic's error type."""
 
 ALIKE = 0.8
-"""The lowest similarity (difflib's ratio) at which an unknown key of one table counts as a misspelt key of another table."""
+"""Similarity (difflib's ratio) from which on an unknown key counts as a misspelling of another key."""
 
 
 @dataclass(frozen=True)
 class ExaminedSpec(Generic[S]):
-    """A spec and its problems. The spec lacks faulty values, and values that a misspelt key or preset may have been meant to
-    set; reading a missing value raises AbsentError."""
+    """A spec and its problems. The spec lacks invalid values, and values that a misspelt key or preset was probably meant to set;
+    reading a missing value raises AbsentError."""
 
     spec: S
     problems: list[Problem]
@@ -92,8 +92,8 @@ def validate(tree: Tree, spec: type[S], *, source: Callable[[str], str]) -> S:
 def examine(tree: Tree, spec: type[S], *, source: Callable[[str], str], preset_failed: bool = False) -> ExaminedSpec[S]:
     """Like `validate`, but return the problems together with the valid values.
 
-    Types are strict: "4" is not a number and 4.0 is not a whole number. "none" means None for keys that may be None.
-    After a misspelt preset (`preset_failed`), missing sizes and sizes of other families are not reported.
+    Types are strict: "4" is not a number and 4.0 is not a whole number. For keys that may be None, "none" is read as None.
+    `preset_failed`: the preset is unknown, so missing model sizes, and sizes of another family, are not reported.
     """
     whole = {name: {} for name, field in spec.model_fields.items() if field.is_required()} | tree
     given = _with_nones(spec, whole)
@@ -118,8 +118,8 @@ class Leaf:
 
 
 def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[Leaf]:
-    """Yield every value of a spec in the order of its fields; tables that are not empty are walked; a list is one value. A
-    table in a list becomes a mapping without the keys that are None, because TOML has no None."""
+    """Yield every value of a spec, including those of its tables, in the order of the fields. A list is one value; its tables
+    become mappings without keys that are None, because TOML has no None."""
     inside = value if isinstance(value, Mapping) else dict(value) if isinstance(value, Spec) else {}
     if not inside:
         yield Leaf(path, tuple(map(_table, value)) if isinstance(value, tuple) else value)
@@ -132,8 +132,8 @@ def _table(value: Any) -> Any:
 
 
 def _with_nones(spec: type[Spec], tree: Tree) -> Tree:
-    """Return the tree with None for "none" wherever the spec allows None, and with a number for text such as "8k" wherever
-    the spec accepts such text."""
+    """Return the tree with None in place of "none", and with numbers in place of text such as "8k", where the spec accepts
+    them."""
 
     def read(name: str, value: Any) -> Any:
         field = spec.model_fields.get(name)
@@ -163,7 +163,6 @@ def kinds_of(annotation: Any) -> list[type[Spec]]:
 
 
 def _chosen(kinds: list[type[Spec]], value: Any) -> type[Spec] | None:
-    """Return the Spec class that the `family` or `kind` in `value` names; None if it names no known class."""
     if len(kinds) < 2:
         return kinds[0] if kinds else None
     if "family" in kinds[0].model_fields:
@@ -175,7 +174,7 @@ def _chosen(kinds: list[type[Spec]], value: Any) -> type[Spec] | None:
 
 @dataclass(frozen=True)
 class _Fault:
-    """One error of pydantic: the `path` of keys as the user wrote them, and the spec of each of its tables."""
+    """One error of pydantic, with the `path` of keys as the user wrote it, and the spec of each table on that path."""
 
     path: tuple[str | int, ...]
     kind: str
@@ -186,17 +185,16 @@ class _Fault:
 
     @property
     def table(self) -> type[Spec] | None:
-        """The spec that the last key of the path belongs to."""
         return self.tables[len(self.path) - 1] if self.path else None
 
     @property
     def leaf(self) -> str:
-        """The full key of the innermost known field that contains the fault."""
+        """Full key of the innermost known field on the path to the fault."""
         return dotted(tuple(part for part, _ in takewhile(lambda pair: pair[1], zip(self.path, self.tables, strict=False))))
 
 
 def _follows(fault: _Fault, meant: Collection[str], *, preset_failed: bool) -> bool:
-    """Return True for a fault that follows from another one: a misspelt key or preset makes a value missing, or its family
+    """Return True if the fault is a consequence of another one: a misspelt key or preset also makes a value missing or a family
     unknown."""
     if fault.kind == "missing":
         return not {dotted(fault.path), dotted(fault.path[:1])}.isdisjoint(meant)
@@ -210,8 +208,8 @@ def _follows(fault: _Fault, meant: Collection[str], *, preset_failed: bool) -> b
 
 
 def _sound(spec: type[S], given: Tree, *, wrong: Collection[str], meant: Collection[str], path: tuple[str, ...] = ()) -> S:
-    """Return the valid part of a table. Keys that a misspelt key may mean (those in `meant`, and keys of tables in it) are
-    left out instead of getting defaults."""
+    """Return the valid part of a table. The keys in `meant`, which the user probably misspelt, and keys inside them do not get
+    defaults."""
     kept: Tree = {}
     absent: list[str] = []
     for name, field in spec.model_fields.items():
@@ -256,7 +254,6 @@ def _fault(error: ErrorDetails, tree: Tree, spec: type[Spec]) -> _Fault:
 
 
 def _known(spec: type[Spec], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The path of every key of a spec."""
     for name, field in spec.model_fields.items():
         yield (*path, name)
         for nested in kinds_of(field.annotation):
@@ -264,7 +261,6 @@ def _known(spec: type[Spec], path: tuple[str, ...] = ()) -> Iterator[tuple[str, 
 
 
 def _meaning(fault: _Fault) -> Meaning | None:
-    """Return the meaning that an unknown key has in other trainers, if this run has a key for it."""
     *above, word = map(str, fault.path)
     in_model = above[:1] == ["model"]
     found = meaning(word, table=above[0] if above else "")
@@ -282,8 +278,8 @@ def keys_named(word: str) -> list[str]:
 
 
 def _suggestion(fault: _Fault) -> str | None:
-    """Return the key that an unknown key probably means: the counterpart of another trainer's name, a key of the same table
-    that is one of its words or spelt alike, or a key of another table that is spelt nearly the same."""
+    """Return the key that the user probably meant: the counterpart of another trainer's key, a key of the same table with a
+    similar spelling or contained in the unknown key, or a key of another table with nearly the same spelling."""
     if found := _meaning(fault):
         return found.key or None
     word, inside = str(fault.path[-1]), fault.path[0] == "model"
@@ -314,7 +310,7 @@ def _worded(fault: _Fault, source: Callable[[str], str]) -> Problem:
         key=name,
         value=None if missing or together else fault.value,
         reason=NEEDED[fault.kind].format(**fault.context) if fault.kind in NEEDED else own,
-        way_out="These values contradict each other: correct one." if together else _way_out(fault),
+        way_out="The values of this table contradict each other: correct one of them." if together else _way_out(fault),
         source="" if missing else source(name),
     )
 

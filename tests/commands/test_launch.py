@@ -61,7 +61,7 @@ def test_a_launch_file_does_not_replace_another_file_unasked():
 def test_all_that_is_wrong_with_a_launch_is_said_at_once():
     result = call(*LAUNCH, "--set", "plan.tensor=3", "--image", "x", "--ranks-per-node", "5")
     assert result.exit_code == 2
-    for said in ("plan.tensor = 3", '--image = "x"', "2 nodes of 5 ranks make 10, and the plan has 12"):
+    for said in ("plan.tensor = 3", '--image = "x"', "2 nodes with 5 ranks each have 10 ranks, but the plan has 12"):
         assert said in result.stderr
 
 

@@ -61,7 +61,7 @@ def test_nothing_is_written_under_a_mount_point_without_its_file_system(
     monkeypatch.setattr(disk, "bare_mount", lambda path: tmp_path / "store")
     result = call("train", str(run), "--run-dir", str(tmp_path / "store" / "first"))
     assert result.exit_code == ExitCode.LOST, "an engine tries again"
-    assert "nothing is mounted here, where /etc/fstab expects a file system" in result.stderr
+    assert "no file system is mounted here, although /etc/fstab lists one" in result.stderr
     assert (jobs, list((tmp_path / "store").iterdir())) == ([], [])
     (finding,) = admission.before_start(tmp_path / "store" / "first")
     assert finding.verdict == "fail" and f"nothing is mounted at {tmp_path / 'store'}" in finding.value

@@ -323,7 +323,7 @@ def test_a_start_that_finds_no_room_waits_for_some_unless_somebody_wants_to_stop
     controller = Controller(job, fleet=FLEET, nodes=cast(Any, nodes), store=lambda: (), requests=requests)
     assert controller._start(Generation("g", ("a", "b")))
     assert left == [0]
-    said = f"{tmp_path} cannot be used (No space left on device): waiting for it, 3600 s at most (fleet.wait_limit)"
+    said = f"{tmp_path} cannot be used (No space left on device): waiting until it can, for at most 3600 s (fleet.wait_limit)"
     assert capsys.readouterr().err.count(said) == 1, "it says so once"
     assert _told(tmp_path) == [f"{tmp_path} can be used again, after 0 s"]
     left[0] = 10

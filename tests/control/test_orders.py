@@ -83,7 +83,7 @@ def _answers(folder: Path) -> list[str]:
 def test_a_run_that_is_to_save_goes_on_to_the_same_end(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert _run(folder, lambda: orders.write(folder, "save")).code == ExitCode.FINISHED
-    assert _answers(folder) == ["a person orders the state to be saved: the ranks save, and resume from there"]
+    assert _answers(folder) == ["a person orders that the state is saved: the ranks save, stop, and resume from the saved state"]
     for rank in range(RANKS):
         total = rank
         for step in range(STEPS):

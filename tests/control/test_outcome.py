@@ -44,7 +44,7 @@ def test_the_message_begins_with_the_first_cause_and_ends_with_where_the_rest_is
         "  in /here/megalith/train/step.py, line 7, in forward: raise ValueError(text)",
         "rank 0 failed after it; rank 2 was ended; rank 3 had ended normally",
         "output of rank 1: r1.log",
-        "tracebacks, and the output of each rank: incidents/001.txt",
+        "tracebacks and the output of each rank are in incidents/001.txt",
     ]
 
 
@@ -119,7 +119,7 @@ def test_the_file_of_an_incident_holds_every_traceback_whole(tmp_path: Path):
     ("code", "said"),
     [
         (ExitCode.FINISHED, "finished"),
-        (ExitCode.STOPPED, "the same command resumes from there"),
+        (ExitCode.STOPPED, "and the state was saved: the same command resumes the run"),
         (ExitCode.INTERRUPTED, "the same command resumes from the newest copy of the state"),
         (ExitCode.TERMINATED, "the same command resumes from the newest copy of the state"),
     ],

@@ -347,7 +347,7 @@ def test_what_an_owner_writes_that_was_stopped_past_its_lease_and_wakes_is_never
             _keep(own, "first")
             _ledger(own, "first")
             POINTS[point](own)
-            with pytest.raises(TakenError, match=f"was taken over by process {os.getppid()}"):
+            with pytest.raises(TakenError, match=f"is now owned by process {os.getppid()}"):
                 own._renew()
             own.check()
 

@@ -34,7 +34,7 @@ def _said(number: int, steps: list[int], copies: tuple[Copy, ...] | OSError) -> 
         ([12, 12], (*STORE, MEMORY), "stop now and lose only this step (step 12 in memory is kept)"),
         ([12, 12], (*STORE, Copy(Tier.MEMORY, 12, frozenset({0}))), "stop now and lose 2 steps"),
         ([3, 3], (), "stop now and lose 3 steps (the newest copy of the state is the beginning)"),
-        ([3, 3], OSError(errno.ESTALE, os.strerror(errno.ESTALE)), "which cannot be listed just now"),
+        ([3, 3], OSError(errno.ESTALE, os.strerror(errno.ESTALE)), "(the copies cannot be listed at the moment)"),
         ([], STORE, "stop now"),
     ],
 )

@@ -88,7 +88,7 @@ def test_a_rank_that_hangs_at_start_up_is_named_with_its_stack(job, tmp_path, mo
     cause = outcome.first_cause
     assert cause is not None
     assert cause.rank == 1
-    assert "not ready within 3 s; its last phase is `run`" in cause.reason
+    assert "not ready within 3 s; the rank's last phase is `run`" in cause.reason
     assert "sleep_in_a_function_with_this_name" in cause.traceback
     assert {(failure.rank, "`join`" in failure.reason) for failure in outcome.consequences} == {(0, True), (2, True)}
 
@@ -167,7 +167,7 @@ def test_a_request_to_stop_reaches_every_rank_once(supervise, tmp_path, method, 
     supervisor.send_signal(number)
     output, _ = supervisor.communicate(timeout=PATIENCE)
     assert supervisor.returncode == ExitCode.STOPPED, output
-    assert "state saved" in output
+    assert "the state was saved" in output
     for rank in range(2):
         assert (tmp_path / "ranks" / f"rank-{rank}.log").read_text().count("saved") == 1
 
@@ -268,6 +268,9 @@ def test_of_ranks_that_all_wait_the_one_is_named_whose_collective_is_missing(job
     outcome = run(job("wait_like_the_others", ranks=4, own=2, preload=preload, silence_timeout=2.0))
     assert outcome.first_cause is not None
     assert outcome.first_cause.rank == 2, outcome.message()
-    assert "it has begun 3 collectives in group 0 (4 ranks, 0 to 3), but another rank has begun 4" in outcome.first_cause.reason
+    assert (
+        "the rank has begun 3 collectives in group 0 (4 ranks, 0 to 3), but another rank has begun 4"
+        in outcome.first_cause.reason
+    )
     assert "in wait" in outcome.first_cause.traceback
     assert all(failure.secondary for failure in outcome.consequences)

@@ -247,7 +247,7 @@ def test_a_nodes_interface_goes_down_and_comes_up_when_the_campaign_mends_it(
 
 
 def test_no_interface_that_others_need_is_taken_down(run: Path, rank_info: RankInfo):
-    with pytest.raises(AssertionError, match="not the campaign's own"):
+    with pytest.raises(AssertionError, match="the campaign did not create"):
         happen(Injection(0, "interface", 10, "step", (1,)), rank_info)
 
 

@@ -114,7 +114,9 @@ def test_an_abort_by_a_communication_thread_is_secondary_and_any_other_is_not():
     assert not describe(died, error=None, log=LOG, output="free(): invalid pointer", phase="step", oom_kills=0).secondary
 
 
-@pytest.mark.parametrize(("oom_kills", "said"), [(0, "kill -9 from outside"), (1, "ended 1 process for it"), (2, "2 processes")])
+@pytest.mark.parametrize(
+    ("oom_kills", "said"), [(0, "`kill -9` by another process"), (1, "killer ended 1 process during"), (2, "2 processes")]
+)
 def test_sigkill_says_whether_memory_ran_out(oom_kills, said):
     found = describe(Exit(0, -signal.SIGKILL, 9.0), error=None, log=LOG, output="", phase="step", oom_kills=oom_kills)
     assert said in found.reason

@@ -94,7 +94,7 @@ def test_half_an_environment_is_an_error_that_names_all_that_is_missing():
 
 
 def test_a_rank_outside_its_world_is_an_error():
-    with pytest.raises(ValueError, match="rank 8 is not below the 8 ranks"):
+    with pytest.raises(ValueError, match="rank 8 does not exist in a run of 8 ranks"):
         find(TORCHRUN | {"RANK": "8"})
 
 

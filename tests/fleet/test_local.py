@@ -181,7 +181,9 @@ def test_a_folder_that_others_may_write_to_is_named_and_another_is_taken(
     nodes, memory = _nodes(run)
     assert memory != planted and memory.parent == planted.parent
     told = capsys.readouterr().err
-    assert f"{planted}: others may write to it (mode 0777)" in told and f"Copies of the state go to {memory}" in told
+    assert (
+        f"{planted}: other users may write to it (mode 0777)" in told and f"Copies of the state are written to {memory}" in told
+    )
     nodes.close(forget=False)
     assert memory_root(run, "identity") == memory, "so the next command finds the copies"
     clear_memory(run)
@@ -227,7 +229,7 @@ def test_a_folder_that_others_take_while_a_run_goes_on_loses_no_node_and_is_left
     nodes._move_memory()
     mine = nodes.memory
     assert mine is not None and mine != taken and nodes.there() == ("a", "b")
-    assert f"{taken}: others may write to it (mode 0777)" in capsys.readouterr().err
+    assert f"{taken}: other users may write to it (mode 0777)" in capsys.readouterr().err
     shutil.rmtree(node_folder(mine, "b"))
     assert [(observation.kind, observation.nodes) for observation in nodes.wait(0.0) if isinstance(observation, NodesLost)] == [
         ("nodes_lost", ("b",))

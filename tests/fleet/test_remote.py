@@ -151,7 +151,7 @@ def test_an_agent_whose_store_is_gone_before_it_has_joined_offers_itself_anew(jo
     gone = Unreachable(Dictionary())
     agent = Agent("a", local, order=0, store=gone, beating=gone, seconds=SECONDS, cut_off=told.append)
     assert agent.run() == ExitCode.LOST
-    assert told == ["the store no longer answers: no route to host"]
+    assert told == ["the run's store no longer answers: no route to host"]
 
 
 @pytest.mark.slow
@@ -191,7 +191,7 @@ def test_an_agent_without_room_to_start_ranks_waits_for_some_and_takes_orders_me
     assert run.nodes.queued().keys() == {"a", "b"}
     assert run.threads[1].is_alive()
     monkeypatch.setattr(remote, "LOOK_SECONDS", SECONDS)
-    assert run.agents["b"]._unstarted().reason == "could not write the address at which the ranks meet"
+    assert run.agents["b"]._unstarted().reason == "could not write the rendezvous file, which tells ranks where to connect"
     full.unlink()
     run.until(lambda _: all(beat.ready for beat in run.nodes.beats()))
     assert run.nodes.running() == {0, 1, 2, 3}
@@ -256,7 +256,7 @@ def test_a_silent_node_is_lost_and_ends_its_own_ranks_and_another_takes_its_slot
     run.nodes.await_nodes(3, 3, seconds=SECONDS)
     run.nodes.start(Generation("g1", ("a", "b")))
     until(lambda: run.codes.get("b") == ExitCode.LOST, seconds=SECONDS)
-    assert run.reasons["b"] == "the store was not reached for 1 s"
+    assert run.reasons["b"] == "the run's store was not reached for 1 s"
     run.nodes._members["b"].seen -= SECONDS  # time passes
     heard = run.until(lambda heard: any(isinstance(what, NodesLost) for what in heard))
     assert [what.nodes for what in heard if isinstance(what, NodesLost)] == [("b",)]
@@ -275,7 +275,7 @@ def test_a_node_that_joins_again_under_its_name_was_lost_before(fleet: Callable[
     run.join("a")
     heard = run.until(lambda heard: len(heard) >= 2)
     assert [type(what) for what in heard] == [NodesLost, NodeJoined]
-    until(lambda: "declared lost" in run.reasons.get("a", ""), seconds=SECONDS)
+    until(lambda: "declared this node lost" in run.reasons.get("a", ""), seconds=SECONDS)
 
 
 def test_too_few_nodes_are_an_error_that_names_those_that_came(fleet: Callable[..., Fleet]) -> None:
@@ -313,7 +313,7 @@ def test_nothing_that_an_agent_says_ends_the_controller(tmp_path: Path, capsys: 
     answers.put({"generation": "", "exit": {"rank": 1, "code": 0, "time": 1.0}})
     assert nodes.wait(0.0) == [Exit(1, 0, 1.0)], "what can be read is still heard"
     assert nodes._unreadable.count >= 3 * len(NONSENSE)
-    assert "Run the same megalith on all nodes" in capsys.readouterr().err
+    assert "Run the same version of megalith on all nodes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", NONSENSE)
@@ -328,7 +328,7 @@ def test_an_answer_that_means_nothing_is_none(tmp_path: Path, text: str, monkeyp
     assert all(look.stack == "" for look in nodes.inspect([0, 1]).values())
     assert nodes.queued() in ({}, {"a": 123.0})
     assert nodes.survey(("a",)) == ()
-    assert "no agent reported why" in nodes.unstarted().reason
+    assert "no agent reported the reason" in nodes.unstarted().reason
 
 
 class Answered(Dictionary):

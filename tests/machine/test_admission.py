@@ -90,7 +90,7 @@ def test_the_controller_is_notified_of_who_is_not_admitted_and_why(tmp_path: Pat
     assert isinstance(sign, HealthChecked)
     assert (sign.node, sign.passed, sign.there, sign.text) == ("b", False, False, "memory: 1 MiB")
     assert "node b is not admitted: memory: 1 MiB" in capsys.readouterr().err
-    with pytest.raises(TimeoutError, match="b is not fit: memory: 1 MiB"):
+    with pytest.raises(TimeoutError, match="b was refused: memory: 1 MiB"):
         nodes.await_nodes(1, 1, seconds=0.0)
 
 

@@ -262,7 +262,7 @@ def test_what_only_opens_a_run_imports_nothing_that_it_names(folder: Path, tmp_p
     sizes = spec.model.model_dump(exclude={"family"})
     check(tiny_run(model=sizes, data={"path": str(folder / "data")}, train={"init_from": str(trained)}))
     check(spec)
-    with pytest.raises(AbsentError, match="only a command that is given the run imports it"):
+    with pytest.raises(AbsentError, match="only commands that are given a run file or run folder import"):
         OPTIMIZERS["trap:MOMENTUM"]
     assert not mark.exists()
     check_request(RunRequest.in_folder(trained))
@@ -285,7 +285,7 @@ def test_check_names_every_part_that_cannot_be_used(folder: Path, tmp_path: Path
     reasons = {problem.key: problem.reason for problem in found}
     assert "cannot be imported" in reasons["data.source"]
     assert "has no missing" in reasons["train.loss"]
-    assert "an optimizer is a megalith.spec.optimizers.Kind" in reasons["optimizer.kind"]
+    assert "an optimizer must be a megalith.spec.optimizers.Kind" in reasons["optimizer.kind"]
     assert "more than once" in reasons["train.callbacks"]
 
 
@@ -450,8 +450,8 @@ def test_a_rule_that_needs_more_than_its_row_says_is_refused(rule: str, says: st
     ("row", "says"),
     [
         (Kind(title="", rule="here", slots=()), "is not a module:Class"),
-        (Kind(title="", rule="a:B", slots=(Slot("weights"),)), "a name that is taken"),
-        (Kind(title="", rule="a:B", slots=(Slot("m"), Slot("m"))), "two of its slots"),
+        (Kind(title="", rule="a:B", slots=(Slot("weights"),)), "has the name of one of Megalith.s own tensors"),
+        (Kind(title="", rule="a:B", slots=(Slot("m"), Slot("m"))), "two slots"),
         (Kind(title="", rule="a:B", slots=(), rest="adamz"), "is not the name of an optimizer"),
     ],
 )

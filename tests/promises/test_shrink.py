@@ -108,7 +108,7 @@ def test_two_nodes_one_node_two_nodes_and_no_sample_is_lost_or_repeated(tmp_path
     resumed = [event.resumed_step for event in of_kind(events, RunStarted)]
     assert resumed[:2] == [0, 10], "the newest checkpoint is what another plan can read"
     (shrunk, grown) = [event.message for event in of_kind(events, Problem) if "plan" in event.message]
-    assert "results are not bitwise those of" in shrunk
+    assert "results are not bitwise equal to those of" in shrunk
     assert f"step {resumed[2]} in store" in grown
 
     (tmp_path / "whole.toml").write_text((tmp_path / "run.toml").read_text().replace("100_000", str(max(steps))))

@@ -135,7 +135,7 @@ def test_whoever_reaches_the_agents_port_changes_nothing(commands: Commands, tmp
         one.close()
     agents[0].send_signal(signal.SIGTERM)
     assert [agent.wait(PATIENCE) for agent in agents] == [ExitCode.STOPPED] * 2, commands.said()
-    assert "connections that made room for newer ones" in commands.log.read_text()
+    assert "connections without proof of the key that were closed to make room for newer ones" in commands.log.read_text()
 
     done = commands.steps()
     commands.run_file.write_text(commands.run_file.read_text().replace(MANY, str(done)))
@@ -170,7 +170,7 @@ def test_a_folder_that_others_may_write_to_is_named_and_no_state_is_taken_from_i
 
     again = commands.type("train")
     assert again.wait(PATIENCE) == ExitCode.FINISHED, commands.said()
-    assert f"{memory}: others may write to it" in commands.log.read_text()
+    assert f"{memory}: other users may write to it" in commands.log.read_text()
     train(load(commands.run_file).spec, tmp_path / "unhurt")
     assert_same_bits(final_state(tmp_path / "unhurt"), final_state(commands.folder))
     assert memory.is_dir(), "it is somebody else's to remove"

@@ -232,7 +232,7 @@ def test_errors_of_gradients_are_drawn_up_to_where_a_run_resumes(tmp_path):
     page = write(tmp_path).read_text()
     parsed(page)
     assert "Relative error of gradients compared with wide products (not in 8 or 4 bits); 1 block made wide" in page
-    assert "all products of blocks.1 are wide from step 3 on" in page
+    assert "all matrix products of blocks.1 are in bf16 from step 3 on" in page
 
 
 def test_the_heading_distinguishes_runs(tmp_path):

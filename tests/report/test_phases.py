@@ -41,7 +41,7 @@ def test_the_noise_scale_is_shown_beside_the_batch_or_why_there_is_none():
     assert noise_words(gather([start(), noisy])) == "256k tokens, at 512 a step"
     assert noise_words(gather([start(), step(3)])) == "none: its estimates are not positive yet", "two data ranks"
     alone = start(plan=Plan())
-    assert noise_words(gather([alone, step(3)])).startswith("none: the one data rank adds up its microbatches")
+    assert noise_words(gather([alone, step(3)])).startswith("none: the only data rank adds up its microbatches")
     assert noise_words(gather([step(3)])) == "none: the plan is not known"
 
 

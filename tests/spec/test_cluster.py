@@ -194,14 +194,18 @@ def test_figures_of_one_node_are_taken_for_several_like_it(tmp_path: Path):
         (
             {"device": "NVIDIA A100-SXM4-80GB"},
             ["measured.device"],
-            "h100 is not the device that was measured: torch calls it NVIDIA H100",
+            "the figures were not measured on h100, which torch calls NVIDIA H100",
         ),
         (
             {"count": 4},
             ["measured.ranks"],
             "count = 4. Measure with megalith doctor --calibrate FILE.toml --ranks 4, or set count = 8",
         ),
-        ({"count": 16, "in_turn": "true"}, ["measured.ranks"], "ranks of one machine share its processors, and count = 16"),
+        (
+            {"count": 16, "in_turn": "true"},
+            ["measured.ranks"],
+            "count = 16, but the measured ranks shared one machine's processors",
+        ),
         ({"count": 4, "device": "cpu"}, ["measured.device", "measured.ranks"], "Measure with megalith doctor --calibrate"),
         ({"ranks": 0}, ["measured.ranks"], "greater than 0"),
         ({"in_turn": '"perhaps"'}, ["measured.in_turn"], "valid boolean"),
@@ -231,7 +235,7 @@ def test_pods_are_of_whole_domains_and_an_oversubscription_is_theirs():
     cluster = load("h100:64")
     assert changed(cluster, {"pod": 32, "oversubscription": 2.0}).oversubscription == 2
     for values, words in (
-        ({"oversubscription": 2.0}, "oversubscription = 2 applies to a pod: set pod"),
+        ({"oversubscription": 2.0}, "oversubscription = 2 needs a pod size: set pod"),
         ({"pod": 12}, "pod = 12 is not a multiple of the 8 devices"),
         ({"pod": 16, "oversubscription": 0.5}, "greater than or equal to 1"),
         ({"scale_uot": 1e9}, "Did you mean 'scale_out'?"),

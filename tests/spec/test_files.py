@@ -115,12 +115,12 @@ def test_settings_are_toml_values_or_bare_words(run: Path, setting: str, key: st
     [
         (
             ["optimizer.min_lr=3e-5", "optimizer.lr=3e-4"],
-            "3e-05 times lr = 0.0003 is a lowest rate of 9e-09. "
-            "Write min_lr_ratio = 0.1 for a lowest rate of 3e-05, or min_lr_ratio = 3e-05 for a lowest rate of 9e-09.",
+            "3e-05 times optimizer.lr = 0.0003 would be a lowest learning rate of 9e-09. "
+            "Write min_lr_ratio = 0.1 for a lowest learning rate of 3e-05, or min_lr_ratio = 3e-05 for a lowest learning rate of 9e-09.",
         ),
-        (["optimizer.min_lr=0.1", "optimizer.lr=3e-4"], "Write min_lr_ratio = 0.1 for a lowest rate of 3e-05."),
-        (["optimizer.min_lr=0"], "Write min_lr_ratio = 0 for a lowest rate of 0."),
-        (["optimizer.min_lr=low"], "has the new name min_lr_ratio, because it is a share of optimizer.lr. Write min_lr_ratio."),
+        (["optimizer.min_lr=0.1", "optimizer.lr=3e-4"], "Write min_lr_ratio = 0.1 for a lowest learning rate of 3e-05."),
+        (["optimizer.min_lr=0"], "Write min_lr_ratio = 0 for a lowest learning rate of 0."),
+        (["optimizer.min_lr=low"], "is now called min_lr_ratio, because it is a share of optimizer.lr. Write min_lr_ratio."),
     ],
 )
 def test_a_lowest_learning_rate_is_refused_with_both_readings(settings: list[str], said: str, run: Path):
@@ -242,7 +242,7 @@ def test_a_value_that_is_not_there_cannot_be_read(run: Path):
         ("data.weights=3", "a table is needed"),
         ("optimizer.schedule=cosin", "it must be 'cosine', 'linear', 'wsd', '1-sqrt' or 'constant'"),
         ("plan.zero=4", "it must be 0, 1, 2 or 3"),
-        ("plan.recompute=some", "it has an unknown form"),
+        ("plan.recompute=some", "the text does not have one of the known forms"),
     ],
 )
 def test_wrong_values_are_told_what_is_needed(run: Path, setting: str, reason: str):
@@ -293,7 +293,7 @@ def test_a_stretch_that_names_no_kind_is_llama_3_s(run: Path):
 def test_sizes_that_contradict_each_other_are_told_as_the_family_tells_it(run: Path):
     (problem,) = problems(RUN, "model.preset=deepseek-v3", "model.dense_layers=99").values()
     assert (problem.key, problem.value) == ("model", None)
-    assert problem.reason.startswith("dense_layers = 99 of 61 layers")
+    assert problem.reason.startswith("dense_layers = 99, but the model has only 61 layers")
 
 
 def test_missing_keys_are_those_of_the_family(run: Path):

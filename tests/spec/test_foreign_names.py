@@ -84,7 +84,7 @@ def test_a_key_that_is_like_none_is_told_those_of_its_table(key: str, tmp_path: 
 
 def test_a_name_without_a_key_says_how_it_is_done() -> None:
     found = meaning("output-dir")
-    assert found is not None and found.way_out().startswith("The folder of a run is named on the command line: --run-dir")
+    assert found is not None and found.way_out().startswith("The run folder is an option of the command line, --run-dir")
 
 
 def test_names_of_multi_token_prediction_are_told_the_key_of_the_family_that_has_it(tmp_path: Path) -> None:

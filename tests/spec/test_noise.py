@@ -31,7 +31,7 @@ def test_estimates_do_not_depend_on_the_batch_sizes():
         ({"data": 4, "zero": 2}, 12, ""),
         ({"zero": 2}, 3, ""),
         ({}, 1, "plan.zero = 2"),
-        ({"context": 2, "data": 2}, 1, "each context rank"),
+        ({"context": 2, "data": 2}, 1, "with plan.context > 1"),
         ({"pipeline": 2, "schedule": "dualpipe", "zero": 1}, 2, ""),
     ],
 )

@@ -380,4 +380,8 @@ def test_errors_of_a_step_that_was_trained_again_are_the_newer_ones(tmp_path: Pa
     found = _all(source)["precision"]
     assert found == {"step": [4, 8], "errors": {"blocks.1": [0.25, 0.125], "head": [None, 0.5]}, "limit": 0.0}
     (mark,) = [one for one in panels.marks(source) if one["kind"] == "precision_watched"]
-    assert mark["step"] == 4 and "all products of blocks.1 are wide from step 5 on" in mark["words"] and "0.5" in mark["words"]
+    assert (
+        mark["step"] == 4
+        and "all matrix products of blocks.1 are in bf16 from step 5 on" in mark["words"]
+        and "0.5" in mark["words"]
+    )

@@ -1,9 +1,9 @@
-"""Decision about a fault: one pure function from (state, observation) to commands. The function uses no clock, files or processes.
+"""The recovery policy: a pure function from (state, observation) to commands, without clock, files or processes.
 
-The supervisor of a real run and the goodput simulator use the same function, so equal observations have equal consequences. The rules,
-in short: recover from the newest complete copy in the fastest tier. If a failure repeats at the same step, use a slower tier; the third
-time, stop with a report. Never use damaged copies, and never start over while the run has checkpoints. Give a broken node's place to a
-spare, and do not blame a node for faults that it did not cause. Wait longer before each further start without progress.
+The controller of a real run and the goodput simulator call the same function. Its rules in short: restore the newest complete copy in
+the fastest tier. If a failure repeats at the same step, restore from a slower tier; the third time, stop with a report. Never restore
+damaged copies, and never start over while the run has checkpoints. Replace a broken node by a spare, and do not blame a node for
+faults that it did not cause. Wait longer before each further start that made no progress.
 """
 
 from megalith.control.policy.placement import HOUR

@@ -1,4 +1,4 @@
-"""Rules for failures of ranks: crashes, hangs, wrong numbers and slow nodes."""
+"""Rules for failures of ranks: crashes, hangs, wrong results and slow nodes."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from megalith.spec.fleet import FleetSpec
 
 
 def rank_failed(state: State, observation: observations.RankFailed, fleet: FleetSpec) -> Decision:
-    """A rank's process died. The copies in its node's memory survive, unless the machine itself is broken."""
+    """Respond to the death of a rank's process. The copies in its node's memory stay usable, unless the machine is broken."""
     who = (
         f"rank {observation.rank} on {observation.node}"
         if observation.rank is not None
@@ -33,7 +33,7 @@ def rank_failed(state: State, observation: observations.RankFailed, fleet: Fleet
 
 
 def _broken(state: State, observation: Observation, fleet: FleetSpec, *, node: str, rank: int | None, reason: str) -> Decision:
-    """A machine reports that it is broken: exclude its node at once, even if there is no spare."""
+    """Exclude the node of a machine that reports a fault of its own, even if there is no spare."""
     commands: list[Order] = []
     slot = state.slot(node)
     state, _ = blame(state, node, observation, fleet)
@@ -45,8 +45,8 @@ def _broken(state: State, observation: Observation, fleet: FleetSpec, *, node: s
 def _after_fault_of_node(
     state: State, observation: Observation, fleet: FleetSpec, *, node: str, rank: int | None, key: str, reason: str
 ) -> Decision:
-    """A fault blamed on a node may be chance: exclude a node only after too many faults, and only if a spare can take its place. Also
-    count similar faults of several nodes at one step together, because then the nodes are not the cause.
+    """Exclude a node only after several faults, because a single one may be chance, and only if a spare can replace it. If
+    similar faults on several nodes recur at one step, the nodes are not the cause, and the run stops.
     """
     state, lemon = blame(state, node, observation, fleet)
     state, together = repeated(state, key, observation)
@@ -64,10 +64,10 @@ def _after_fault_of_node(
 
 
 def hang(state: State, observation: observations.Hang, fleet: FleetSpec) -> Decision:
-    """All ranks wait for one rank. The hanging rank is inferred from phases and collectives; if these do not show it, no node is
-    blamed."""
+    """Respond to a hang. The rank for which the others wait is known from phases and collectives; if they do not show it, no node
+    is blamed."""
     if observation.silence < observation.limit:  # it works, but its start took too long
-        reason = f"was not ready within {observation.limit:.3g} s of its start, in phase `{observation.phase}`"
+        reason = f"was not ready within {observation.limit:.3g} s after its start, in phase `{observation.phase}`"
     else:
         reason = f"no heartbeat for {observation.silence:.3g} s (limit {observation.limit:.3g} s) in phase `{observation.phase}`"
     if observation.node is None:
@@ -81,36 +81,37 @@ def hang(state: State, observation: observations.Hang, fleet: FleetSpec) -> Deci
 
 
 def nonfinite(state: State, observation: observations.Nonfinite, fleet: FleetSpec) -> Decision:
-    """Non-finite numbers. If they are gone in the repeated step, the fault is transient. If another replica reproduces them, numerics
-    are at fault; else this rank is."""
+    """Respond to a gradient that is not finite: repeat the step. If the gradient is not finite again, the cause is the numerics
+    if another replica gets the same result, else the rank's node."""
     runs = state.reruns.get(observation.step, 0)
     what = f"a gradient of {observation.name} is not finite in step {observation.step + 1} (rank {observation.rank} on {observation.node})"
     if runs == 0:
         state = replace(state, reruns={**state.reruns, observation.step: 1})
         return Decision((RerunStep(observation.step),), state, f"{what}: run it again")
     if observation.elsewhere == "reproduced":
-        seen = f"{what}, again when the step was repeated, and on another replica"
-        report = f"{seen}. This is numerics: no restart helps. No weight was changed. {observations.NUMERICS}"
+        seen = f"{what}, also when the step was repeated and on another replica"
+        report = f"{seen}. The numerics are the cause, so a restart does not help. No weight was changed. {observations.NUMERICS}"
         return stop(state, [], ExitCode.FAILED, report, rank=observation.rank)
     if observation.elsewhere == "clean":
         state, _ = blame(state, observation.node, observation, fleet)
         commands: list[Order] = []
         if (slot := state.slot(observation.node)) is not None:
             state, commands = evict(
-                state, slot, observation, fleet, because=f"{what}; another replica got finite numbers", forced=False
+                state, slot, observation, fleet, because=f"{what}; another replica computed finite numbers", forced=False
             )
         key = f"not finite on {observation.node}"
         return after_failure(
             state, commands, observation, fleet, key=key, reason=what, blamed=observation.node, rank=observation.rank
         )
-    reason = f"{what}, again when the step was repeated; no other replica could compute the step"
+    reason = f"{what}, also when the step was repeated; no other replica could compute the step"
     return after_failure(
         state, [], observation, fleet, key="not finite", reason=reason, code=ExitCode.FAILED, rank=observation.rank
     )
 
 
 def state_corrupt(state: State, observation: observations.StateCorrupt, fleet: FleetSpec) -> Decision:
-    """The state in a rank's memory was altered. Copies were made while the digest was right, so the newest copy is good."""
+    """Respond to altered state in a rank's memory. The newest copy is good, because copies are made only while the digest is
+    right."""
     reason = f"the state of rank {observation.rank} on {observation.node} has a wrong digest ({observation.where})"
     return _after_fault_of_node(
         state, observation, fleet, node=observation.node, rank=observation.rank, key="corrupt state", reason=reason
@@ -118,11 +119,11 @@ def state_corrupt(state: State, observation: observations.StateCorrupt, fleet: F
 
 
 def gradient_wrong(state: State, observation: observations.GradientWrong, fleet: FleetSpec) -> Decision:
-    """Every state since the last successful verification may be wrong, so copies of these states are not used. Suspects are excluded as
-    far as spares are available."""
+    """Respond to a wrong gradient. Copies newer than the last verified step are not used, because they may be wrong. Suspects are
+    replaced as far as there are spares."""
     tainted = tuple((copy.tier, copy.step, None) for copy in state.copies if copy.step > observation.good_step)
     known = observation.suspects[0] if len(observation.suspects) == 1 else None
-    reason = f"wrong gradients since step {observation.good_step}, from {' or '.join(observation.suspects)}"
+    reason = f"wrong gradients after step {observation.good_step}, computed by {' or '.join(observation.suspects)}"
     state = replace(
         state, bad=(*state.bad, *tainted), copies=tuple(copy for copy in state.copies if copy.step <= observation.good_step)
     )
@@ -138,14 +139,17 @@ def gradient_wrong(state: State, observation: observations.GradientWrong, fleet:
     state, times = repeated(state, f"wrong gradients after {observation.good_step} from {observation.suspects}", observation)
     if times >= fleet.same_failure:
         return stop(
-            state, commands, ExitCode.FAILED, f"{reason}: for the {ordinal(times)} time, although different states were restored."
+            state,
+            commands,
+            ExitCode.FAILED,
+            f"{reason}: this is the {ordinal(times)} time, although different copies of the state were restored.",
         )
     return restart(state, commands, observation, fleet, reason=reason, source=source, blamed=known)
 
 
 def straggler(state: State, observation: observations.Straggler, fleet: FleetSpec) -> Decision:
-    """Replace a slow node once it has cost as much time as its replacement will. The total is at most twice the best choice in
-    hindsight."""
+    """Replace a slow node once it has cost as much time as its replacement will cost. The total cost is then at most twice the
+    lowest possible one."""
     reason = f"rank {observation.rank} on {observation.node} computes {observation.ratio:.2f} times as long as the others"
     slot = state.slot(observation.node)
     if observation.lost < observation.replacing or not state.spares or slot is None:

@@ -1,4 +1,4 @@
-"""Rules for nodes that are lost, are taken away, join, or were checked."""
+"""Rules for nodes that are lost, preempted or excluded, that join, or whose health was checked."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,14 +16,15 @@ Kept = TypeVar("Kept")
 
 
 def nodes_lost(state: State, observation: observations.NodesLost, fleet: FleetSpec) -> Decision:
-    """If a machine is lost, so are the memory and disks of its slots. A lost spare is only removed from the list."""
+    """Respond to the loss of nodes, and with them of the copies in their memory and on their disks. A lost spare is only removed
+    from the list of spares."""
     slots = tuple(slot for slot, node in enumerate(state.placement) if node in observation.nodes)
     gone = dict.fromkeys(observation.nodes, observation.time)
     spares = tuple(node for node in state.spares if node not in observation.nodes)
     state = replace(state, spares=spares, quarantined={**state.quarantined, **gone})
     names = ", ".join(observation.nodes[:4]) + (f" and {len(observation.nodes) - 4} more" if len(observation.nodes) > 4 else "")
     if not slots:
-        return Decision((), state, f"outside the mesh: lost {names}")
+        return Decision((), state, f"lost {names} (outside the mesh)")
     commands: list[Order] = []
     for slot in slots:
         state, _ = blame(state, state.placement[slot], observation, fleet)
@@ -34,11 +35,13 @@ def nodes_lost(state: State, observation: observations.NodesLost, fleet: FleetSp
 
 
 def preempted(state: State, observation: observations.Preempted, fleet: FleetSpec) -> Decision:
-    """A node is preempted. There is time for a coordinated stop, so only the restart costs time."""
+    """Respond to a preemption of a node: the ranks save and stop together, so that only the restart costs time."""
     slot = state.slot(observation.node)
     if slot is None:
         spares = tuple(node for node in state.spares if node != observation.node)
-        return Decision((), replace(state, spares=spares), f"{observation.node}, outside the mesh, is taken away")
+        return Decision(
+            (), replace(state, spares=spares), f"{observation.node}, outside the mesh, is taken away by the scheduler"
+        )
     reason = f"{observation.node} is taken away by the scheduler in {observation.grace:g} s"
     if observation.node in state.leaving:
         return Decision((), state, f"{reason}, as is known")
@@ -49,31 +52,32 @@ def preempted(state: State, observation: observations.Preempted, fleet: FleetSpe
 
 
 def ordered_out(state: State, observation: observations.Ordered, fleet: FleetSpec) -> Decision:
-    """A person excludes a node: it leaves once the state is saved, until it has passed a health check."""
-    reason = f"a person orders {observation.node} to be taken out"
+    """Exclude a node on a person's order, after the state is saved and until the node passes a health check."""
+    reason = f"a person orders that {observation.node} is excluded"
     if observation.node in state.spares:
         out = {**state.quarantined, observation.node: observation.time}
         state = replace(state, spares=tuple(node for node in state.spares if node != observation.node), quarantined=out)
         return Decision((QuarantineNode(observation.node, reason), CheckHealth(observation.node)), state, reason)
     if state.slot(observation.node) is None or observation.node in state.leaving:
-        return Decision((), state, f"{reason}, but this node is out, is leaving, or is not a node of this run")
+        return Decision((), state, f"{reason}, but this node is already excluded or leaving, or is not a node of this run")
     state = replace(state, leaving=(*state.leaving, observation.node))
     if state.waiting:  # no ranks run that could save
         return restart(state, [], observation, fleet, reason=reason)
-    return Decision((SaveState(fleet.wait_limit),), state, f"{reason}, once the state is saved")
+    return Decision((SaveState(fleet.wait_limit),), state, f"{reason}: the node is excluded once the state is saved")
 
 
 def node_joined(state: State, observation: observations.NodeJoined, fleet: FleetSpec) -> Decision:
-    """A node joins. A quarantined node is checked first; a new one becomes a spare."""
+    """Respond to a node that joins: check its health first if it is quarantined, else make it a spare."""
     if observation.node in state.quarantined:
-        return Decision((CheckHealth(observation.node),), state, f"{observation.node} is back, and is checked first")
+        return Decision((CheckHealth(observation.node),), state, f"{observation.node} is back, and its health is checked first")
     if observation.node in state.spares or observation.node in state.placement:
         return Decision((), state, f"{observation.node} is known already")
     return _welcome(state, observation, fleet)
 
 
 def health_checked(state: State, observation: observations.HealthChecked, fleet: FleetSpec) -> Decision:
-    """A node that failed its check leaves, or stays out and is checked again. A node that passed gets a clean record."""
+    """Respond to a node's health check. A node that failed its check is excluded, and checked again later. The record of a node
+    that passed is cleared."""
     slot = state.slot(observation.node)
     why = f" ({observation.text})" if observation.text else ""
     if not observation.passed and slot is not None:
@@ -87,9 +91,9 @@ def health_checked(state: State, observation: observations.HealthChecked, fleet:
         state = replace(
             state, quarantined=out, spares=spares, failed_checks={**state.failed_checks, observation.node: failed + 1}
         )
-        reason = f"{observation.node} failed its check and stays out{why}"
+        reason = f"{observation.node} failed its health check and stays excluded{why}"
         if not observation.there:
-            return Decision((), state, f"{reason}, until it comes back")
+            return Decision((), state, f"{reason}, until it joins again")
         return Decision((CheckHealth(observation.node, backoff(failed, fleet)),), state, f"{reason}, to be checked again")
     if observation.node not in state.quarantined:
         return Decision((), state, f"{observation.node} is healthy")
@@ -107,7 +111,6 @@ def _without(kept: Mapping[str, Kept], node: str) -> dict[str, Kept]:
 
 
 def _welcome(state: State, observation: observations.NodeJoined | observations.HealthChecked, fleet: FleetSpec) -> Decision:
-    """A healthy node fills a slot that waits for one; otherwise it is a spare."""
     node = observation.node
     state = replace(state, spares=(*state.spares, node))
     if len(state.spares) < len(state.vacant) or not state.vacant:
@@ -119,19 +122,23 @@ def _welcome(state: State, observation: observations.NodeJoined | observations.H
         state = replace(state, placement=placement, spares=tuple(rest))
         commands.append(Replace(slot, VACANT, spare))
     if state.shrunk:
-        return Decision((*commands, SaveState(fleet.wait_limit)), state, f"{node} is back: save, then grow to the run's own plan")
-    return restart(state, commands, observation, fleet, reason=f"{node} takes the empty place")
+        return Decision(
+            (*commands, SaveState(fleet.wait_limit)),
+            state,
+            f"{node} is back: the ranks save, and continue under the run's own plan",
+        )
+    return restart(state, commands, observation, fleet, reason=f"{node} fills the empty slot")
 
 
 def waited(state: State, observation: observations.Waited, fleet: FleetSpec) -> Decision:
-    """No node joined in time: shrink to the fallback plan, or stop."""
+    """Respond to the end of a wait in which no node joined: continue under the fallback plan, or stop."""
     if not state.waiting:
         return Decision((), state, "nobody waits")
     empty = ", ".join(map(str, state.vacant))
     if fleet.fallback and can_shrink(state):
-        return shrink(state, [], f"no node came for slot {empty}")
+        return shrink(state, [], f"no node joined for slot {empty}")
     report = (
-        f"no node came for slot {empty} within fleet.wait_limit = {fleet.wait_limit:g} s, and there is no fleet.fallback that the "
-        "nodes left can hold. Start the same command again once there are enough nodes."
+        f"no node joined for slot {empty} within fleet.wait_limit = {fleet.wait_limit:g} s, and no fleet.fallback fits on the "
+        f"remaining nodes. Start the same command again once there are enough nodes."
     )
     return stop(state, [], ExitCode.LOST, report)

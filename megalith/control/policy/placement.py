@@ -14,8 +14,8 @@ HOUR = 3600.0
 def evict(
     state: State, slot: int, observation: Observation, fleet: FleetSpec, *, because: str, forced: bool
 ) -> tuple[State, list[Order]]:
-    """Replace the node of a slot by a spare. Without a spare, a node that is only suspect (not `forced`) stays. The node's copies do
-    not move to the spare, which reads the state from a buddy, or from a slower tier.
+    """Replace the node of a slot by a spare. Without a spare, a node that is only suspect (not `forced`) stays. The spare has
+    none of the node's copies, so it reads the state from a buddy or a slower tier.
     """
     node = state.placement[slot]
     if not state.spares and not forced:
@@ -32,7 +32,7 @@ def evict(
 
 
 def blame(state: State, node: str, observation: Observation, fleet: FleetSpec) -> tuple[State, bool]:
-    """Count a fault of a node; return True if the node has had enough recent faults to be excluded."""
+    """Count a fault of a node. The second result is True if the node's recent faults suffice to exclude it."""
     since = observation.time - fleet.lemon_hours * HOUR
     times = (*(time for time in state.faults.get(node, ()) if time > since), observation.time)
     return replace(state, faults={**state.faults, node: times}), len(times) >= fleet.lemon_faults

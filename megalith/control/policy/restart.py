@@ -1,4 +1,4 @@
-"""Rules for restarts: the copy, the wait and the number of nodes; and when to stop the run instead."""
+"""Rules for restarts: which copy is restored, how long to wait, on how many nodes to run, and when to stop instead."""
 
 from dataclasses import replace
 
@@ -11,15 +11,15 @@ from megalith.fleet.tiers import BEGINNING, Copy, Source, Tier, fall_back, newes
 from megalith.spec.fleet import FleetSpec
 
 FREE_STARTS = 2
-"""Number of starts in a row without a finished step that are made at once; later ones wait."""
+"""Number of consecutive starts without a finished step that are made without a wait."""
 
 
 def restart(
     state: State, commands: list[Order], observation: Observation, fleet: FleetSpec, *, reason: str, source: Source | None = None,
     blamed: str | None = None, rank: int | None = None, after: float = 0.0,
 ) -> Decision:  # fmt: skip
-    """Restart from `source` (default: the newest complete copy), after filling empty slots; stop if restarts do not help. `after`:
-    minimum seconds to wait. Nodes that are to leave once the state is saved leave at any restart."""
+    """Fill empty slots and restart from `source` (default: the newest complete copy); stop after too many starts without
+    progress. `after`: minimum wait in seconds. Nodes in `state.leaving` leave at this restart."""
     leaving = state.leaving
     for node in leaving:
         state, orders = evict(state, state.placement.index(node), observation, fleet, because="it is taken away", forced=True)
@@ -27,7 +27,7 @@ def restart(
     if source is None or leaving:  # pieces of the copy may be in the memory of nodes that left
         source = newest(state.copies, at_most=None if source is None else source.step) or BEGINNING
     if state.fruitless >= fleet.fruitless:
-        report = f"{state.fruitless} starts in a row finished no step. The last reason: {reason}."
+        report = f"in {state.fruitless} consecutive starts, no step was finished. The last reason: {reason}."
         return stop(state, commands, ExitCode.LOST, report, blamed=blamed, rank=rank)
     if state.vacant:
         return _see_to_vacancy(state, commands, fleet, reason=reason, blamed=blamed, rank=rank)
@@ -38,7 +38,7 @@ def restart(
 
 
 def backoff(times: int, fleet: FleetSpec) -> float:
-    """Return the seconds to wait before the next attempt, from the number of earlier attempts."""
+    """Return the seconds to wait before the next attempt, after `times` earlier waits."""
     return min(fleet.backoff * 2.0 ** min(times, 64), fleet.backoff_limit)
 
 
@@ -57,12 +57,12 @@ def _see_to_vacancy(
 
 
 def for_any_plan(copies: tuple[Copy, ...]) -> tuple[Copy, ...]:
-    """Return the copies that any plan can read: not those on nodes, which are sharded for the plan that made them."""
+    """Return the copies that any plan can read: those in the shared store, because copies on nodes are sharded for one plan."""
     return tuple(copy for copy in copies if copy.tier is Tier.STORE)
 
 
 def can_shrink(state: State) -> bool:
-    """True if the remaining nodes suffice for the fallback plan."""
+    """True if the remaining nodes are enough for the fallback plan."""
     return len(state.placement) - len(state.vacant) >= state.least
 
 
@@ -78,12 +78,12 @@ def shrink(state: State, commands: list[Order], reason: str, *, blamed: str | No
 def stop(
     state: State, commands: list[Order], code: int, report: str, *, blamed: str | None = None, rank: int | None = None
 ) -> Decision:
-    """End the run with a report; `code` shows whether the same command can make progress."""
+    """End the run with a report for the user and the exit status `code`."""
     return Decision((*commands, Stop(code, report)), replace(state, stopped=True), report, blamed, rank)
 
 
 def repeated(state: State, key: str, observation: Observation) -> tuple[State, int]:
-    """Count a failure at its step; return how often this failure has occurred at that step."""
+    """Count a failure; the second result is how often this failure (`key`) has occurred at this step."""
     name = f"{key} @ {observation.step}"
     times = state.repeats.get(name, 0) + 1
     return replace(state, repeats={**state.repeats, name: times}), times
@@ -93,13 +93,14 @@ def after_failure(
     state: State, commands: list[Order], observation: Observation, fleet: FleetSpec, *,
     key: str, reason: str, code: int = ExitCode.LOST, blamed: str | None = None, rank: int | None = None,
 ) -> Decision:  # fmt: skip
-    """Restart after a failure; from a slower tier if it occurred before at this step. After too many repetitions, stop the run."""
+    """Restart after a failure, from a slower tier if the same failure (`key`) occurred at this step before. After too many
+    repetitions, stop."""
     state, times = repeated(state, key, observation)
     if times >= fleet.same_failure:
         report = (
-            f"{reason}: for the {ordinal(times)} time at step {observation.step}, the last time after restoring {state.restored}. "
-            f"Another copy of the state did not help: the fault is in {_where(blamed)}. "
-            "Look at the evidence of each time; then start the same command again, or from an earlier checkpoint."
+            f"{reason}: this is the {ordinal(times)} time at step {observation.step}, the last time after restoring "
+            f"{state.restored}. Restoring other copies of the state did not help, so the fault is in {_where(blamed)}. "
+            "Look at the evidence of each failure; then start the same command again, or start from an earlier checkpoint."
         )
         return stop(state, commands, code, report, blamed=blamed, rank=rank)
     if times == 1:
@@ -116,11 +117,11 @@ def after_failure(
 
 
 def _where(blamed: str | None) -> str:
-    """Name the likely place of a failure that recurs whichever copy is restored."""
+    """Return the likely cause of a failure that recurs after restoring different copies."""
     program = "the program, its data or its numerics"
     return program if blamed is None else f"{program}, or in {blamed}"
 
 
 def ordinal(number: int) -> str:
-    """Return a number as a word: first, second, 4th."""
+    """Return a number as an ordinal: first, second, third, 4th."""
     return {1: "first", 2: "second", 3: "third"}.get(number, f"{number}th")

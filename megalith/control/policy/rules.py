@@ -1,4 +1,4 @@
-"""The policy's one pure function, `decide`, its table of rules, and the rules for the start and the end of a run."""
+"""The policy's function `decide`, its table of rules, and the rules for the start and the end of a run."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,15 +24,17 @@ def decide(state: State, observation: Observation, *, fleet: FleetSpec) -> Decis
 
 
 def _sparing_checkpoints(decision: Decision, copies: tuple[Copy, ...], observation: Observation) -> Decision:
-    """While there are checkpoints, stop rather than start over, even if none can be used: a new run's checkpoints would replace
-    them."""
+    """If the decision is to start over although checkpoints exist, stop instead, because new checkpoints would replace the
+    existing ones."""
     starts = [command for command in decision.commands if isinstance(command, Restart | Shrink | Grow)]
     steps = sorted(copy.step for copy in copies if copy.tier is Tier.STORE)
     if not steps or not any(start.source.tier is None for start in starts):
         return decision
     report = (
-        f"{decision.reason}: none of the checkpoints (of step {', '.join(map(str, steps))}) can be used. Starting over would eventually "
-        "delete them. Restore one from a copy, or move their folder away to start over; the same command tries all of them again."
+        f"{decision.reason}: none of the run's checkpoints (step {', '.join(map(str, steps))}) can be restored. Starting over "
+        f"would eventually "
+        "delete them. Replace a checkpoint by an intact copy of it, and start the same command again, which tries all "
+        "checkpoints; or move the folder of checkpoints away to start over."
     )
     code = ExitCode.LOST if isinstance(observation, observations.CopyAway) else ExitCode.FAILED
     commands = [command for command in decision.commands if command not in starts]
@@ -48,8 +50,8 @@ def _with_trusted_copies(state: State) -> State:
 
 
 def _started(state: State, observation: observations.Started, fleet: FleetSpec) -> Decision:
-    """Start, resume or recover, all in the same way. Nodes excluded by the last supervisor are checked, and the run waits for the nodes
-    that it needs."""
+    """Start or resume the run. Nodes that an earlier controller excluded are checked first, and the run waits if it needs these
+    nodes."""
     checks: list[Order] = [CheckHealth(node) for node in state.quarantined]
     if state.vacant and checks:
         empty = ", ".join(map(str, state.vacant))
@@ -59,7 +61,7 @@ def _started(state: State, observation: observations.Started, fleet: FleetSpec) 
 
 
 def _progressed(state: State, observation: observations.Progressed, fleet: FleetSpec) -> Decision:
-    """A new step was finished: forget failures at earlier steps."""
+    """A step was finished, so clear the counts of failures at earlier steps."""
     if not (state.fruitless or state.repeats or state.reruns or state.bad or state.away is not None):
         return Decision((), state, "progress")
     repeats = {key: times for key, times in state.repeats.items() if int(key.rpartition(" @ ")[2]) >= observation.step}
@@ -70,31 +72,32 @@ def _progressed(state: State, observation: observations.Progressed, fleet: Fleet
 
 
 def _saved(state: State, observation: observations.Saved, fleet: FleetSpec) -> Decision:
-    """The ranks have stopped together and their state is among the copies: commands that waited for the save can be carried
-    out."""
+    """The ranks have saved and stopped together: replace leaving nodes, return to the run's own plan, or resume."""
     if not state.leaving:
         if state.shrunk and not state.vacant:
             source = newest(for_any_plan(state.copies)) or BEGINNING
             grown = replace(state, shrunk=False, restored=source)
-            return Decision((Grow(source, state.placement),), grown, "grow to the run's own plan")
-        return restart(state, [], observation, fleet, reason="no action is needed: resume")
+            return Decision((Grow(source, state.placement),), grown, "continue under the run's own plan")
+        return restart(state, [], observation, fleet, reason="resume after the save")
     return restart(state, [], observation, fleet, reason=f"{', '.join(state.leaving)} was taken away")
 
 
 def _stop_requested(state: State, observation: observations.StopRequested, fleet: FleetSpec) -> Decision:
-    return stop(state, [SaveState(fleet.wait_limit)], ExitCode.STOPPED, "stopped as asked; the same command resumes the run")
+    return stop(state, [SaveState(fleet.wait_limit)], ExitCode.STOPPED, "stopped on request; the same command resumes the run")
 
 
 def _ordered(state: State, observation: observations.Ordered, fleet: FleetSpec) -> Decision:
-    """Carry out a person's order. To save, the ranks stop together and resume, because only then do all of them save the same step."""
+    """Carry out a person's order. For a save, the ranks stop together and resume, so that all save the same step."""
     if observation.what == "stop":
-        return Decision((EndInOrder(),), state, "a person orders the run to stop after this step")
+        return Decision((EndInOrder(),), state, "a person orders that the run stops after this step")
     if observation.what == "quarantine":
         return nodes.ordered_out(state, observation, fleet)
     if state.waiting:
-        return Decision((), state, "a person orders the state to be saved, but no ranks run now")
+        return Decision((), state, "a person orders that the state is saved, but no ranks run now")
     return Decision(
-        (SaveState(fleet.wait_limit),), state, "a person orders the state to be saved: the ranks save, and resume from there"
+        (SaveState(fleet.wait_limit),),
+        state,
+        "a person orders that the state is saved: the ranks save, stop, and resume from the saved state",
     )
 
 

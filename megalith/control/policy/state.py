@@ -1,4 +1,4 @@
-"""State that the policy keeps between decisions, and the type of a decision."""
+"""State that the recovery policy keeps between decisions, and the type of a decision."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,13 +15,14 @@ VACANT = ""
 
 @dataclass(frozen=True)
 class State:
-    """The whole memory of the policy. The caller refreshes `copies` before each decision; all other fields change only through
-    `decide`. `placement`: the node of each slot. `bad`: pieces with a wrong digest, as (tier, step, slot or None for all), which no
-    refresh of `copies` brings back. By node: `faults`: the times of faults blamed on it; `quarantined`: the time since which it is
-    excluded; `failed_checks`: its failed health checks in a row. `repeats`: counts of failures by "signature @ step". `reruns`: counts
-    of a step's repetitions in place. `restored`: the copy from which this generation began. `fruitless`: the number of starts since the
-    last finished step. `leaving`: nodes to exclude once the state is saved. `damaged`: the known damage of the data. `least`: the
-    number of nodes that the fallback plan needs. `away`: since when the copy to restore is unreadable.
+    """Complete state of the policy. The caller refreshes `copies` before each decision; only `decide` changes other fields.
+
+    `placement`: the node of each slot. `bad`: pieces of copies with a wrong digest, as (tier, step, slot or None for all), which are never
+    used even if `copies` still has them. `faults`: the times of faults blamed on each node. `quarantined`: the time at which each excluded
+    node was excluded. `failed_checks`: consecutive failed health checks of each node. `repeats`: counts of failures by "signature @ step".
+    `reruns`: how often each step was repeated in place. `restored`: the copy that this generation restored. `fruitless`: number of starts
+    since the last finished step. `leaving`: nodes to exclude once the state is saved. `damaged`: errors of the data already reported.
+    `least`: number of nodes that the fallback plan needs. `away`: the time since which the copy to restore, or storage, is unavailable.
     """
 
     placement: tuple[str, ...]
@@ -58,7 +59,7 @@ class State:
 
 @dataclass(frozen=True)
 class Decision:
-    """Commands in order of execution, and their reason. `blamed`: the node at fault; None if no node is at fault, or it is unknown."""
+    """Commands in order of execution, and their reason. `blamed`: the node at fault; None if none is, or if it is not known."""
 
     commands: tuple[Order, ...]
     state: State
@@ -71,7 +72,7 @@ _STATES: TypeAdapter[State] = TypeAdapter(State)
 
 
 def dump(state: State) -> dict[str, Any]:
-    """Return a state as JSON, so that a restarted supervisor can continue its counts."""
+    """Return a state as JSON, so that a restarted controller can continue from it."""
     return _STATES.dump_python(state, mode="json")
 
 

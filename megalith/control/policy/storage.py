@@ -1,4 +1,4 @@
-"""Rules for copies of the state and shards of the data that are damaged, unreadable, or cannot be written."""
+"""Rules for copies of the state and shards of the data that are damaged, or that cannot be read or written."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from megalith.spec.fleet import FleetSpec
 
 
 def copy_corrupt(state: State, observation: observations.CopyCorrupt, fleet: FleetSpec) -> Decision:
-    """Set a damaged copy aside, and use the next newest complete one. This does not count as a failure of the run."""
+    """Never use a damaged copy of the state again, and restore the newest other complete one. The failed start is not counted."""
     which = "" if observation.slot is None else f" of slot {observation.slot}"
     reason = f"the copy{which} of step {observation.copy_step} in {observation.tier.value} is damaged" + (
         f": {observation.error}" if observation.error else ""
@@ -31,8 +31,8 @@ def copy_corrupt(state: State, observation: observations.CopyCorrupt, fleet: Fle
 
 
 def copy_away(state: State, observation: observations.CopyAway, fleet: FleetSpec) -> Decision:
-    """Retry a copy that cannot be read; each wait is as long as the copy has been unreadable so far. After the time that the run would
-    wait for a node, the copy counts as damaged."""
+    """Restart later if a copy of the state cannot be read; each wait is as long as the copy has been unreadable so far. After
+    `fleet.wait_limit`, the copy counts as damaged."""
     since = observation.time if state.away is None else state.away
     gone = observation.time - since
     state = replace(state, away=since)
@@ -47,20 +47,22 @@ def copy_away(state: State, observation: observations.CopyAway, fleet: FleetSpec
             error=error,
         )
         return copy_corrupt(state, damaged, fleet)
-    reason = f"the copy of step {observation.copy_step} in {observation.tier.value} cannot be read just now: {observation.error}"
+    reason = (
+        f"the copy of step {observation.copy_step} in {observation.tier.value} cannot be read at the moment: {observation.error}"
+    )
     state = replace(state, fruitless=max(0, state.fruitless - 1))
     return restart(state, [], observation, fleet, reason=reason, after=_until_tried_again(gone, fleet))
 
 
 def save_failed(state: State, observation: observations.SaveFailed, fleet: FleetSpec) -> Decision:
-    """Training continues: a failed copy is no reason to lose steps. The user is notified."""
+    """Continue training although a copy of the state could not be written, and notify the user."""
     skipped = state.skipped if observation.tier in state.skipped else (*state.skipped, observation.tier)
     reason = f"no copy could be written to {observation.tier.value}: {observation.error}"
     return Decision((SkipTier(observation.tier, True, reason),), replace(state, skipped=skipped), reason)
 
 
 def save_works(state: State, observation: observations.SaveWorks, fleet: FleetSpec) -> Decision:
-    """A tier that failed works again, and is used again."""
+    """Write copies to a tier again, because it works again."""
     if observation.tier not in state.skipped:
         return Decision((), state, "as before")
     skipped = tuple(tier for tier in state.skipped if tier is not observation.tier)
@@ -69,7 +71,8 @@ def save_works(state: State, observation: observations.SaveWorks, fleet: FleetSp
 
 
 def data_damaged(state: State, observation: observations.DataDamaged, fleet: FleetSpec) -> Decision:
-    """The reader has already switched to another copy, and does so at each damaged shard, so no other action is needed."""
+    """Respond to damaged training data. Ranks read another copy of a damaged shard by themselves; if there is none, save and
+    stop."""
     if observation.other_copy is not None:
         if observation.error in state.damaged:
             return Decision((), state, f"shard {observation.shard}: known already")
@@ -77,30 +80,28 @@ def data_damaged(state: State, observation: observations.DataDamaged, fleet: Fle
         reason = f"shard {observation.shard}: {observation.error}; read from {observation.other_copy}"
         return Decision((ReadElsewhere(observation.shard, observation.other_copy),), state, reason)
     report = (
-        f"shard {observation.shard} of the data: {observation.error}, and there is no other copy. "
-        "Training on without it would change the data "
-        "order. Put the shard back (`megalith data verify` names the damaged ones), or name a whole copy in data.copies; then start the "
-        "same command again: it resumes from the newest checkpoint."
+        f"shard {observation.shard} of the data: {observation.error}, and there is no other copy. Training without this shard "
+        f"would change the data order. Restore the shard (`megalith data verify` lists damaged ones), or name a complete copy "
+        f"of the data in data.copies. Then start the same command again, which resumes from the newest checkpoint."
     )
     return stop(state, [SaveState(fleet.wait_limit)], ExitCode.FAILED, report)
 
 
 def not_this_run(state: State, observation: observations.NotThisRun, fleet: FleetSpec) -> Decision:
-    """Stop. The same start would be refused again, and a start with the changed file would be a different run. A person must undo the
-    change."""
+    """Stop, because a start with the changed file would be a different run. A person must undo the change."""
     return stop(state, [], ExitCode.FAILED, observation.error)
 
 
 def store_away(state: State, observation: observations.StoreAway, fleet: FleetSpec) -> Decision:
-    """Restart; each wait is as long as the store has been unavailable. The process that starts the ranks also waits for the path. No
-    node is blamed, and no start is counted. After `wait_limit` the run stops, and can be started again."""
+    """Restart later if storage is unavailable; each wait is as long as it has been unavailable so far. No node is blamed, and the
+    failed start is not counted. After `fleet.wait_limit` the run stops, and the same command can resume it."""
     since = observation.time if state.away is None else state.away
     gone = observation.time - since
-    reason = f"{observation.path} cannot be used just now: {observation.error}"
+    reason = f"{observation.path} cannot be used at the moment: {observation.error}"
     if gone >= fleet.wait_limit:
         report = (
-            f"{reason}. It was unavailable for {gone:.0f} s (fleet.wait_limit = {fleet.wait_limit:g}). Start the same command again once "
-            "it can be used: the run resumes from its newest copy."
+            f"{reason}. It was unavailable for {gone:.0f} s (fleet.wait_limit = {fleet.wait_limit:g}). Start the same command "
+            f"again once the path can be used: the run resumes from the newest copy of its state."
         )
         return stop(state, [], ExitCode.LOST, report)
     state = replace(state, away=since, fruitless=max(0, state.fruitless - 1))
@@ -108,5 +109,4 @@ def store_away(state: State, observation: observations.StoreAway, fleet: FleetSp
 
 
 def _until_tried_again(gone: float, fleet: FleetSpec) -> float:
-    """Return the seconds until the next attempt to use storage that has been unavailable for `gone` seconds."""
     return min(max(gone, fleet.backoff), fleet.backoff_limit)

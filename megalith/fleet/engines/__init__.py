@@ -1,5 +1,5 @@
-"""Artefacts for the engines that start runs on machines: a batch script, a manifest or a job. Each is text that a pure function makes
-from a run."""
+"""Files for launchers ("engines") such as Slurm or Kubernetes: a batch script, a manifest or a job. A pure function of the run
+writes the text of each file."""
 
 from megalith.fleet.engines.given import given
 from megalith.fleet.engines.launch import Artefact, Launch, problems

@@ -1,4 +1,4 @@
-"""A launch from the user's few options. All other settings follow from the run, and all contradictions are reported at once."""
+"""Settings of a launch from the command line's options and the run. All contradictions are reported at once."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,24 +17,24 @@ USED_BY: Mapping[str, tuple[str, ...]] = {
     "restarts": ALLOCATES, "hours": ("slurm",), "partition": ("slurm",), "account": ("slurm",), "image": ("k8s",),
     "namespace": ("k8s",), "volume": ("k8s",),
 }  # fmt: skip
-"""Options that only some engines use; others would silently ignore them, so they are refused."""
+"""Options that only some engines use. Other engines refuse them instead of ignoring them."""
 
 
 def given(spec: RunSpec, engine: str, *, run_file: str, run_dir: str, **options: Any) -> tuple[Launch, list[Problem]]:
-    """Return the launch, and advice about it. `options`: `nodes`, and fields of `Launch`; None for options that were not given. Raises
-    SpecErrors with all problems. `engine` must be one of `ENGINES`.
+    """Return the launch and advice about it. `options`: the number of `nodes`, and fields of `Launch`; an option that was not
+    given is None. Raises SpecErrors with all problems. `engine` must be one of `ENGINES`.
     """
     said = {name: value for name, value in options.items() if value is not None}
     found = [_unused(name, said.pop(name), engine) for name in list(said) if engine not in USED_BY.get(name, (engine,))]
     if engine == "k8s" and "image" not in said:
-        way_out = "Give --image REGISTRY/NAME:TAG of an image in which `python -m megalith.cli` runs."
-        found.append(Problem("error", "--image", None, "pods need an image with Megalith in it", way_out))
+        way_out = "Give --image REGISTRY/NAME:TAG, an image in which `python -m megalith.cli` runs."
+        found.append(Problem("error", "--image", None, "pods need a container image that contains Megalith", way_out))
     cluster = _cluster(spec)
     nodes = said.pop("nodes", None)
     if engine in SEVERAL and spec.fleet.nodes > 1:
         if nodes not in (None, spec.fleet.nodes):
             way_out = f"Leave it out, or use --set fleet.nodes={nodes}."
-            found.append(Problem("error", "--nodes", nodes, f"the run is made for fleet.nodes = {spec.fleet.nodes}", way_out))
+            found.append(Problem("error", "--nodes", nodes, f"the run has fleet.nodes = {spec.fleet.nodes}", way_out))
         nodes, said["agent"], said["spares"] = spec.fleet.nodes, True, spec.fleet.spares
     ranks = _ranks_per_node(spec, engine, nodes, said.pop("ranks_per_node", None), cluster)
     if isinstance(ranks, Problem):
@@ -43,19 +43,22 @@ def given(spec: RunSpec, engine: str, *, run_file: str, run_dir: str, **options:
     if engine in ALLOCATES and "gpus_per_node" not in said:
         said["gpus_per_node"] = ranks if _on_gpus(spec, cluster) else 0
         if not said["gpus_per_node"] and spec.train.device != "cpu":
-            way_out = f"Give --gpus-per-node {ranks}, or name the cluster in the run file, if the ranks need GPUs."
+            way_out = f"If the ranks need GPUs, give --gpus-per-node {ranks}, or name the cluster in the run file."
             advice.append(
                 Problem(
                     "advice",
                     "--gpus-per-node",
                     0,
-                    "no GPUs are requested, since neither the run nor an option names any",
+                    "no GPUs are requested, because neither the run file nor an option asks for any",
                     way_out,
                 )
             )
     launch = Launch(run_file=run_file, run_dir=run_dir, ranks_per_node=ranks, **said)
     if launch.hours is not None and launch.hours * 3600 <= launch.grace:
-        reason = f"the time limit of {launch.hours * 3600:g} s leaves no time besides the {launch.grace} s in which the run saves"
+        reason = (
+            f"the time limit of {launch.hours * 3600:g} s leaves no time for training, because the run needs the last "
+            f"{launch.grace} s to save"
+        )
         found.append(Problem("error", "--hours", launch.hours, reason, "Give more hours, or a shorter --grace."))
     found += [_problem(text) for text in problems(spec, launch)]
     if found:
@@ -65,7 +68,7 @@ def given(spec: RunSpec, engine: str, *, run_file: str, run_dir: str, **options:
 
 def _unused(name: str, value: Any, engine: str) -> Problem:
     option, users = _option(name), USED_BY[name]
-    reason = "is one machine, and takes all ranks of the plan" if name in ("nodes", "ranks_per_node") else "makes no use of it"
+    reason = "starts all ranks of the plan on one machine" if name in ("nodes", "ranks_per_node") else "does not use this option"
     return Problem("error", option, value, f"engine {engine!r} {reason}", f"Leave it out, or use --engine {' or '.join(users)}.")
 
 
@@ -85,13 +88,18 @@ def _cluster(spec: RunSpec) -> ClusterSpec | None:
 def _ranks_per_node(
     spec: RunSpec, engine: str, nodes: int | None, asked: int | None, cluster: ClusterSpec | None
 ) -> int | Problem:
-    """Return the ranks per node, or why they are not known."""
     ranks = spec.ranks
     if engine not in SEVERAL:
         return ranks
     if nodes is not None and asked is not None and nodes * asked != ranks:
-        reason = f"{nodes} nodes of {asked} ranks make {nodes * asked}, and the plan has {ranks}"
-        return Problem("error", "--nodes", nodes, reason, "Give either --nodes or --ranks-per-node; the other follows from it.")
+        reason = f"{nodes} nodes with {asked} ranks each have {nodes * asked} ranks, but the plan has {ranks}"
+        return Problem(
+            "error",
+            "--nodes",
+            nodes,
+            reason,
+            "Give only one of --nodes and --ranks-per-node; the other one is computed from the plan.",
+        )
     if asked is not None:
         return asked
     if nodes is not None:
@@ -101,7 +109,7 @@ def _ranks_per_node(
         return ranks // nodes
     if cluster is not None:
         return min(ranks, cluster.per_node)
-    reason = f"the number of ranks per node, of the plan's {ranks} ranks, is not known, because the run names no cluster"
+    reason = f"it is not known how many of the plan's {ranks} ranks run on each node, because the run names no cluster"
     return Problem("error", "--nodes", None, reason, "Give --nodes or --ranks-per-node, or `--set cluster=h100:16` and the like.")
 
 
@@ -111,10 +119,15 @@ def _on_gpus(spec: RunSpec, cluster: ClusterSpec | None) -> bool:
 
 
 def _advice_on_pods(launch: Launch) -> list[Problem]:
-    """Return advice if the run folder would be lost with its pod."""
     if launch.volume and launch.run_dir.startswith("/shared/"):
         return []
     way_out = "Give --volume CLAIM, which is mounted at /shared, and --run-dir /shared/runs/NAME."
     return [
-        Problem("advice", "--run-dir", launch.run_dir, "lies inside the pods: not shared by them, and lost with them", way_out)
+        Problem(
+            "advice",
+            "--run-dir",
+            launch.run_dir,
+            "is inside each pod, so the pods do not share it, and it is lost when they end",
+            way_out,
+        )
     ]

@@ -1,4 +1,4 @@
-"""Kubernetes: a JobSet (jobset.x-k8s.io), which starts all pods again together when one fails."""
+"""Kubernetes: a JobSet (jobset.x-k8s.io), which restarts all pods together when one of them fails."""
 
 import json
 
@@ -61,7 +61,8 @@ metadata:
 
 
 def emit(spec: RunSpec, launch: Launch) -> Artefact:
-    """Return a manifest that `kubectl apply -f FILE` starts. User-given text is written as JSON strings, which are also valid YAML."""
+    """Return a manifest that `kubectl apply -f FILE` starts. Text from the user is written as JSON strings, which are also valid
+    YAML."""
     name, quote = label(spec.name), json.dumps
     # torchrun ends with status 1 whatever its ranks ended with, so only what ends before or without it can be hopeless for sure
     hopeless = [code for code in HOPELESS if code != 1]

@@ -1,4 +1,4 @@
-"""Input of every engine, and the command that each engine starts on each node."""
+"""Settings of a launch, which all engines share, and the command that an engine starts on each node."""
 
 import re
 import shlex
@@ -10,21 +10,23 @@ from megalith.fleet.secure import key
 from megalith.spec.run import RunSpec
 
 FIXED = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""Makes torchrun use a fresh store for each start, because restarted ranks must not find the addresses of dead ranks."""
+"""Environment variable that makes torchrun use a new store for each start, so that restarted ranks never read the addresses of
+dead ranks."""
 
 RETRYABLE = tuple(int(code) for code, meaning in MEANINGS.items() if meaning.retry)
-"""Exit statuses after which the same command can make progress."""
+"""Exit statuses after which a restart with the same command can make progress."""
 
 HOPELESS = tuple(int(code) for code, meaning in MEANINGS.items() if not meaning.retry and code)
-"""Exit statuses after which the same command would fail again."""
+"""Exit statuses after which a restart with the same command would fail again."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Settings for the start of a run, in addition to its RunSpec. Paths are those on the machines, which share them. `ranks_per_node`
-    ranks run on each node, which gives the number of nodes. `agent`: one agent is started per node, which starts the ranks itself; else
-    torchrun starts every rank. `spares`: further nodes, which only agents can use. `grace`: seconds before the end in which a run that
-    gets the signal may save. `restarts`: restarts of the whole job by the engine; `rank_restarts`: restarts by torchrun.
+    """Settings with which a run is started, in addition to its RunSpec. Paths are on storage that all machines share.
+    `ranks_per_node`: ranks on each node, from which the number of nodes is computed. `agent`: an agent on each node starts the
+    node's ranks; otherwise torchrun does. `spares`: number of spare nodes, which only agents can use. `grace`: seconds between
+    the signal to stop and the end of the job, in which the run saves. `restarts`: how often the engine restarts the whole job;
+    `rank_restarts`: how often torchrun restarts the ranks.
     """
 
     run_file: str
@@ -49,13 +51,13 @@ class Launch:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def nodes(self, spec: RunSpec) -> int:
-        """Nodes in the mesh, without spares."""
+        """Number of nodes in the mesh, without spares."""
         return -(-spec.ranks // self.ranks_per_node)
 
 
 @dataclass(frozen=True)
 class Artefact:
-    """A text to store in `file`, and the command that passes this file to the engine."""
+    """A file for an engine: its text, its name, and the command that passes it to the engine."""
 
     file: str
     text: str
@@ -63,7 +65,7 @@ class Artefact:
 
 
 def problems(spec: RunSpec, launch: Launch) -> list[str]:
-    """Return all problems of a launch; empty if its artefact can be written."""
+    """Return all problems of a launch; empty if there are none."""
     found = []
     if launch.ranks_per_node < 1:
         return [f"ranks_per_node = {launch.ranks_per_node} starts nothing. Use 1 or more"]
@@ -73,7 +75,9 @@ def problems(spec: RunSpec, launch: Launch) -> list[str]:
             "nodes of different sizes cannot replace each other"
         )
     if launch.spares and not launch.agent:
-        found.append(f"spares = {launch.spares}, but torchrun starts every rank and has no use for them. Use agents, or 0")
+        found.append(
+            f"spares = {launch.spares}, but torchrun, which starts the ranks here, cannot use spare nodes. Use agents, or 0"
+        )
     if launch.gpus_per_node and launch.gpus_per_node < launch.ranks_per_node:
         found.append(
             f"gpus_per_node = {launch.gpus_per_node} are fewer than ranks_per_node = {launch.ranks_per_node}. One rank uses one GPU"
@@ -85,7 +89,8 @@ def problems(spec: RunSpec, launch: Launch) -> list[str]:
     found += [f"environment: {name!r} is not the name of a variable. Use letters, digits and underscores" for name in wrong]
     if key.VARIABLE in launch.environment:
         found.append(
-            f"environment: {key.VARIABLE} would be readable by all in the artefact. Instead, name a key file by {key.FILE_VARIABLE}"
+            f"environment: {key.VARIABLE} would be readable by everyone in this file. Instead, set {key.FILE_VARIABLE} to the "
+            f"path of a key file"
         )
     return found
 
@@ -98,13 +103,13 @@ def label(name: str) -> str:
 
 
 def training(launch: Launch) -> list[str]:
-    """Return the words after `python -m` in the command that starts each rank or each agent."""
+    """Return the arguments of `python -m` that start a rank, or an agent."""
     overrides = [word for text in launch.overrides for word in ("--set", text)]
     return ["megalith.cli", "agent" if launch.agent else "train", launch.run_file, "--run-dir", launch.run_dir, *overrides]
 
 
 def before(launch: Launch) -> str:
-    """Return a command that makes the run's key, which agents need, unless the key exists; empty without agents."""
+    """Return a command that creates the run's key if it does not exist, because agents need the key; empty without agents."""
     return shlex.join(["python", "-m", "megalith.cli", "key", launch.run_dir]) if launch.agent else ""
 
 
@@ -122,7 +127,8 @@ def torchrun(spec: RunSpec, launch: Launch, *, endpoint: str) -> str:
 
 
 def variables(launch: Launch) -> dict[str, str]:
-    """Return the environment of every process. When torchrun is told to stop, it gives its ranks `grace` seconds to save."""
+    """Return the environment variables of every process. One of them makes torchrun wait `grace` seconds for its ranks to save
+    when it is stopped."""
     return {**FIXED, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(launch.grace), **launch.environment}
 
 

@@ -1,4 +1,4 @@
-"""A shell script for this machine, or for a few, started by hand."""
+"""Shell scripts for this machine, or for a few machines on which a person starts the script."""
 
 import shlex
 
@@ -36,7 +36,7 @@ def emit_local(spec: RunSpec, launch: Launch) -> Artefact:
 
 
 def emit_torchrun(spec: RunSpec, launch: Launch) -> Artefact:
-    """Return a script to start by `bash FILE HOST` on every node."""
+    """Return a script that a person starts on every node with `bash FILE HOST`."""
     name = label(spec.name)
     text = TORCHRUN.format(
         nodes=launch.nodes(spec) + launch.spares,

@@ -1,4 +1,5 @@
-"""Slurm: a batch script that makes the run save before the time limit, and requeues the job while another start can help."""
+"""Slurm: a batch script that makes the run save before the job's time limit, and requeues the job if another start can make
+progress."""
 
 import shlex
 
@@ -94,10 +95,9 @@ def emit(spec: RunSpec, launch: Launch) -> Artefact:
 
 
 def _task(spec: RunSpec, launch: Launch) -> str:
-    """Return the script that runs on each node; its first argument is the rendezvous address.
-
-    Slurm starts agents directly, because torchrun would restart all of them when a lost node returns, wait for a node that does not,
-    and hide the agents' exit status.
+    """Return the shell script of the task on each node; the script's first argument is the rendezvous address. Slurm starts
+    agents without torchrun, which would restart all agents when a lost node returns, would wait for a node that does not return,
+    and would hide the agents' exit status.
     """
     if launch.agent:
         return f"export MASTER_ADDR=${{1%:*}} MASTER_PORT=${{1##*:}}; exec python -m {shlex.join(training(launch))}"

@@ -16,10 +16,10 @@ ENGINES: dict[str, Callable[[RunSpec, Launch], Artefact]] = {
 
 
 def emit(engine: str, spec: RunSpec, launch: Launch) -> Artefact:
-    """Return the artefact that an engine needs to start this run. Raises ValueError with every problem."""
+    """Return the file that an engine needs to start this run. Raises ValueError with every problem."""
     if engine not in ENGINES:
         raise ValueError(f"{engine!r} is not a known engine. Use one of {', '.join(ENGINES)}")
     found = problems(spec, launch)
     if found:
-        raise ValueError("this run cannot be launched in this way:\n" + "\n".join(f"- {problem}" for problem in found))
+        raise ValueError("this run cannot be launched with these options:\n" + "\n".join(f"- {problem}" for problem in found))
     return ENGINES[engine](spec, launch)

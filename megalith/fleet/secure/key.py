@@ -21,7 +21,7 @@ _MAX_BYTES = 4096  # of a key file that is read
 
 
 class NoKey(RuntimeError):  # noqa: N818  # it says what is missing
-    """The run's key is missing, or not secret."""
+    """The run's key is missing, or other users can read it."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Key:
     text: str = field(repr=False)
 
     def mac(self, purpose: str, *parts: bytes) -> bytes:
-        """Return the HMAC-SHA256 of `parts`, 32 bytes. A different purpose, or a different division into parts, gives a different
-        MAC."""
+        """Return the HMAC-SHA256 of `parts`, 32 bytes. The MAC also depends on `purpose` and on the division of the bytes into
+        parts."""
         message = b"".join(len(part).to_bytes(8, "big") + part for part in (purpose.encode(), *parts))
         return hmac.digest(self.text.encode(), message, "sha256")
 
@@ -47,7 +47,7 @@ class Key:
 
 
 def new() -> Key:
-    """Draw a key: 256 bits, as 64 hexadecimal digits."""
+    """Generate a random key of 256 bits, as 64 hexadecimal digits."""
     return Key(secrets.token_hex(32))
 
 
@@ -57,8 +57,8 @@ def path_in(run_dir: Path) -> Path:
 
 
 def given(environment: Mapping[str, str] = os.environ) -> Key | None:
-    """Return the key from the launcher: MEGALITH_KEY, or the file that MEGALITH_KEY_FILE names; None if neither is set. Raises NoKey
-    for a key that is too short, or a file that other users may read.
+    """Return the key that the launcher set, in MEGALITH_KEY or in the file that MEGALITH_KEY_FILE names; None if neither is set.
+    Raises NoKey for a key that is too short, or a file that other users may read.
     """
     if text := environment.get(VARIABLE, "").strip():
         return _checked(text, VARIABLE)
@@ -68,10 +68,9 @@ def given(environment: Mapping[str, str] = os.environ) -> Key | None:
 
 
 def of_run(run_dir: Path, environment: Mapping[str, str] = os.environ) -> Key:
-    """Return the key of a run whose processes are all on this machine: the launcher's key, or the run folder's, which is made if
-    missing. A damaged key file is replaced, with a message that copies under the old key are not used. A file that others may read is
-    used, with a warning: some file systems keep no modes, and here the key protects no port. Raises NoKey if the file belongs to
-    another user, and OSError.
+    """Return the key of a run whose processes are all on this machine: the launcher's key, or the key file in the run folder,
+    which is made if it is missing or damaged. If other users can read the file, only a warning is printed, because some file
+    systems have no file modes, and this key protects no port. Raises NoKey if the file belongs to another user, and OSError.
     """
     if (key := given(environment)) is not None:
         return key
@@ -80,15 +79,19 @@ def of_run(run_dir: Path, environment: Mapping[str, str] = os.environ) -> Key:
     try:
         return _checked(_read(path, warn_only=True), str(path))
     except _Damaged as error:
-        print(f"{error}. A new key is made; copies of the state under the old key are not used", file=sys.stderr, flush=True)
+        print(
+            f"{error}. A new key is made, so copies of the state that were written with the old key cannot be used",
+            file=sys.stderr,
+            flush=True,
+        )
         path.unlink(missing_ok=True)
         make(run_dir)
         return _checked(_read(path, warn_only=True), str(path))
 
 
 def shared(run_dir: Path, environment: Mapping[str, str] = os.environ) -> Key:
-    """Return the key of a run on several machines: the launcher's key, or that of the run folder. Raises NoKey, with the command that
-    makes a key."""
+    """Return the key of a run on several machines: the launcher's key, or the key file in the run folder. Raises NoKey, whose
+    message has the command that makes a key."""
     if (key := given(environment)) is not None:
         return key
     path = path_in(run_dir)
@@ -96,8 +99,8 @@ def shared(run_dir: Path, environment: Mapping[str, str] = os.environ) -> Key:
         return _checked(_read(path), str(path))
     except FileNotFoundError:
         raise NoKey(
-            f"this run's machines need a key to authenticate each other: {VARIABLE} and {FILE_VARIABLE} are not set, and there is "
-            f"no {path}. Make one, once, with: megalith key {run_dir}"
+            f"this run's machines need a key to authenticate each other: {VARIABLE} and {FILE_VARIABLE} are not set, and "
+            f"{path} does not exist. Make the key once, with: megalith key {run_dir}"
         ) from None
 
 
@@ -136,7 +139,7 @@ def _checked(text: str, source: str) -> Key:
 
 
 def _read(path: Path, *, warn_only: bool = False) -> str:
-    """Return the text of a key file. Raises NoKey if another user owns the file or may read it, and OSError."""
+    """Return the text of a key file. Raises NoKey if another user owns or can read the file, and OSError."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except PermissionError as error:

@@ -1,4 +1,4 @@
-"""Requests to the store and its replies, as bytes: an operation, then fields, each preceded by its length."""
+"""Encoding of requests to the run's store, and of the store's replies: an operation, then fields, each preceded by its length."""
 
 import struct
 from enum import IntEnum
@@ -26,12 +26,12 @@ class Operation(IntEnum):
 
 STRANGERS = {
     "refused": "connections with another key",
-    "late": "connections that did not prove the key in time",
-    "crowded": "connections that made room for newer ones",
-    "left": "connections that left without a proof",
+    "late": "connections that did not prove in time that they know the key",
+    "crowded": "connections without proof of the key that were closed to make room for newer ones",
+    "left": "connections that were closed by the other end before they proved the key",
     "dropped": "messages that were altered, injected or repeated",
 }
-"""The store's counters, with their descriptions."""
+"""Counters of the store, in which it counts refused connections and messages, with their meanings."""
 
 
 def pack(operation: Operation, *fields: bytes) -> bytes:

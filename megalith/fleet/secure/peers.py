@@ -1,9 +1,8 @@
-"""Authenticated connections between the processes that lead a run's sites: every site has one to every other present site.
-
-A site connects to the sites with lower numbers, and retries while they are absent. Both ends of a connection prove that they know the
-run's key (`fleet.secure.session`), and each frame carries a MAC and a counter, with or without encryption (`fleet.secure.tls`). Threads
-send and receive while the rank computes. Messages of one connection arrive complete and in order. The caller must resend messages that
-a broken connection loses.
+"""Authenticated connections between the processes that lead a run's sites, one between any two present sites. A site connects to
+all sites with lower numbers, and retries while they are absent. Both ends of a connection prove that they know the run's key
+(`fleet.secure.session`), and each frame carries a MAC and a counter, with or without encryption (`fleet.secure.tls`). Threads
+send and receive while the rank computes. Messages on one connection arrive complete and in order. If a connection breaks, the
+caller must send lost messages again.
 """
 
 import contextlib
@@ -49,15 +48,15 @@ Address = tuple[str, int]
 
 
 class PeerGone(RuntimeError):  # noqa: N818  # it says what happened
-    """Too few other sites answer. The site can continue from its newest checkpoint, or from the weights that the others have merged
-    since."""
+    """Too few other sites answer. When this site is started again, it can continue from its newest checkpoint or from the other
+    sites' merged weights."""
 
     exit_code = ExitCode.LOST
 
 
 class News(NamedTuple):
-    """A message or a new connection from a site. `start`: a name for that start of the site's ranks. `message`: None for a new
-    connection."""
+    """A message from a site, or the news that the site connected (`message` None). `start`: random name of the current start of
+    that site's ranks."""
 
     site: int
     start: bytes
@@ -65,20 +64,20 @@ class News(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The beginning of a message, including its length field, that had arrived when the connection broke."""
+    """The part of an interrupted message that arrived before the connection broke, including the message's length field."""
 
     data: bytes = b""
     digest: bytes = bytes(32)
 
     @classmethod
     def of(cls, data: bytes) -> "_Part":
-        """Return `data` as a part, or an empty part if `data` is too short for a digest."""
         return cls(data, hashlib.sha256(data).digest()) if len(data) > _LENGTH.size else cls()
 
 
 @dataclass
 class _Peer:
-    """One other connected site. `has`: how many bytes of an interrupted message that site has received, and their digest."""
+    """Another site that is connected. `has`: the number of bytes of an interrupted message that the other site has received, and
+    their digest."""
 
     site: int
     start: bytes
@@ -90,7 +89,7 @@ class _Peer:
     threads: list[threading.Thread] = field(default_factory=list)
     broken: threading.Event = field(default_factory=threading.Event)
     waiting: int = 0
-    """Bytes of messages that are not yet passed to TCP."""
+    """Bytes of messages that were not passed to TCP yet."""
 
 
 class Peers:
@@ -109,8 +108,8 @@ class Peers:
         tls: Tls | None = None,
     ) -> None:
         """Listen at `host`, on a free port if `port` is 0. `address_of` returns a site's address; None while it is not known.
-        `most_waiting`: bytes that may queue for a connection before it is cut. `tls`: encrypt connections. Raises OSError if this
-        process cannot listen there."""
+        `most_waiting`: a connection is closed if more bytes than this wait to be sent. `tls`: settings for encryption; None: no
+        encryption. Raises OSError if this process cannot listen at `host`."""
         self.own, self.count, self.start = own, count, secrets.token_bytes(8)
         self._key, self._address_of, self._most_waiting = key, address_of, most_waiting
         self._tls = tls
@@ -121,7 +120,7 @@ class Peers:
         self._changed = threading.Condition()
         self._closed = threading.Event()
         self.sent = 0
-        """Bytes of messages passed to TCP, over all connections."""
+        """Bytes of messages that were passed to TCP, over all connections."""
         self._turned_away = 0
         self._server = listen(host, port) if own < count - 1 else None
         self.address: Address = (host, self._server.getsockname()[1] if self._server else 0)
@@ -140,19 +139,19 @@ class Peers:
 
     @property
     def turned_away(self) -> int:
-        """Connections that did not prove the key."""
+        """Number of connections that did not prove the key."""
         return self._turned_away
 
     def connected(self, site: int) -> bool:
-        """True while this site is connected to another one."""
+        """True while this site is connected to `site`."""
         return site in self._peers
 
     def trouble(self, site: int) -> str:
-        """Return the reason, in words, why there is no connection to a site."""
+        """Return the reason why this site is not connected to `site`, as text for the user."""
         return self._troubles.get(site, "it has not connected")
 
     def send(self, message: bytes, to: int | None = None) -> None:
-        """Send a message to one site, or to all other sites, if connected. Returns at once."""
+        """Queue a message to one site, or to all other sites, for sending; it is dropped for sites that are not connected."""
         slow = list[_Peer]()
         with self._changed:
             for site, peer in self._peers.items():
@@ -167,13 +166,13 @@ class Peers:
             self._lose(peer)
 
     def next(self, seconds: float) -> News | None:
-        """Return the next message from any site; None if none arrives within `seconds`."""
+        """Return the next message or new connection of any site; None if there is none within `seconds`."""
         with contextlib.suppress(queue.Empty):
             return self._news.get(timeout=seconds) if seconds > 0 else self._news.get_nowait()
         return None
 
     def close(self, *, seconds: float) -> bool:
-        """Close all connections once all messages have been sent and read; True if this succeeds within `seconds`. May be called
+        """Close all connections after the sites have read all messages; return True if they do so within `seconds`. May be called
         again."""
         end = time.monotonic() + seconds
         self._closed.set()
@@ -242,7 +241,6 @@ class Peers:
         self._lose(peer)
 
     def _deliver(self, peer: _Peer, came: bytearray) -> None:
-        """Deliver the complete messages of the received bytes. Raises TooLong for an impossible length."""
         while len(came) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(came)
             part = self._parts.get(peer.site, _Part())
@@ -250,7 +248,7 @@ class Peers:
                 came[: _LENGTH.size] = self._parts.pop(peer.site).data
                 continue
             if length > MAX_MESSAGE_BYTES:
-                raise TooLong(f"a message claims a length of {length} bytes")
+                raise TooLong(f"the length field of a message is {length} bytes, which is too large")
             end = _LENGTH.size + length
             if len(came) < end:
                 return
@@ -262,7 +260,8 @@ class Peers:
             del came[:end]
 
     def _hello(self, peer: _Peer | None, site: int) -> bytes:
-        """Return this site's first message to another site, once the earlier connection `peer` delivers no more messages."""
+        """Return the first message of a connection to `site`, after the earlier connection `peer` was closed and its messages
+        were read."""
         if peer is not None:
             self._lose(peer)
             for thread in peer.threads[1:]:  # the one that receives
@@ -282,8 +281,6 @@ class Peers:
     # --- meeting ---
 
     def _keep_connected(self, site: int) -> None:
-        """Connect to a site, and again whenever the connection breaks. The site may be absent, or strangers may occupy its connection
-        slots."""
         last = None
         while not self._closed.is_set():
             if (peer := self._connect(site, self._hello(last, site))) is not None:
@@ -292,13 +289,14 @@ class Peers:
             self._closed.wait(AGAIN_SECONDS)
 
     def _connect(self, site: int, hello: bytes) -> _Peer | None:
-        """Connect to a site, if the listener at its address proves the key within PROOF_SECONDS; else record the reason."""
+        """Connect to a site. If the process at the site's address does not prove the key within PROOF_SECONDS, record the reason
+        and return None."""
         connection: Connection | None = None
         timer: threading.Timer | None = None
-        where, trouble = "", "the process that listens there has another key"
+        where, trouble = "", "the process that listens at this address has another key"
         try:
             if (address := self._address_of(site)) is None:
-                raise ValueError("its address is not known, because the site has not started")
+                raise ValueError("the site's address is not known, because the site has not started")
             where = f"{address[0]}:{address[1]}: "
             plain = connection = socket.create_connection(address, timeout=PROOF_SECONDS)
             timer = _cut_later(plain)
@@ -314,7 +312,7 @@ class Peers:
                 if number == site:
                     timer.cancel()
                     return self._take(site, start, (has[0], has[1]), connection, *ends)
-                trouble = f"site {number} listens there"
+                trouble = f"site {number} listens at this address"
         except OSError as error:
             trouble = error.strerror or str(error)
         except (EOFError, ValueError, struct.error) as error:
@@ -328,7 +326,6 @@ class Peers:
         return None
 
     def _accept(self) -> None:
-        """Accept sites as long as the run lasts, because a site may reconnect at any time."""
         assert self._server is not None
         places = threading.BoundedSemaphore(AT_ONCE)
         while not self._closed.is_set():
@@ -343,7 +340,6 @@ class Peers:
                 self._turn_away(connection)
 
     def _judge(self, plain: socket.socket, places: threading.BoundedSemaphore) -> None:
-        """Accept a connection if it proves the key within PROOF_SECONDS, and is from a site with a higher number."""
         timer = _cut_later(plain)
         try:
             _prepare(plain)
@@ -358,7 +354,7 @@ class Peers:
             opener, sealer = ends
             number, start, *has = _HELLO.unpack(_first(connection, opener))
             if not self.own < number < self.count:
-                raise ValueError("no site that is awaited")
+                raise ValueError("a site with this number does not connect to this one")
             connection.sendall(sealer.seal(self._hello(self._peers.get(number), number)))
         except (OSError, EOFError, ValueError, struct.error):
             self._turn_away(plain)
@@ -376,7 +372,6 @@ class Peers:
 
 
 def _rest(peer: _Peer, data: bytes) -> bytes:
-    """Return the bytes of a message to send: all of them, or those after the part that the other end already has."""
     size, digest = peer.has
     if not _LENGTH.size < size < len(data) or hashlib.sha256(data[:size]).digest() != digest:
         return data
@@ -385,7 +380,8 @@ def _rest(peer: _Peer, data: bytes) -> bytes:
 
 
 def _prepare(connection: socket.socket) -> None:
-    """Set the options that detect a silent link: without these options, a site that was cut off would seem connected for hours."""
+    """Set the TCP options that detect a dead link. Without these options, a site that was cut off would seem to be connected for
+    hours."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     limits = {"KEEPIDLE": CUT_SECONDS // 2, "KEEPINTVL": CUT_SECONDS // 4, "KEEPCNT": 2, "USER_TIMEOUT": 1000 * CUT_SECONDS}
@@ -395,8 +391,8 @@ def _prepare(connection: socket.socket) -> None:
 
 
 def _cut_later(connection: socket.socket) -> threading.Timer:
-    """Cut a connection after PROOF_SECONDS, unless cancelled. A time limit for each byte would not suffice, because the whole proof
-    could still arrive too late."""
+    """Start a timer that closes a connection after PROOF_SECONDS, unless the timer is cancelled. The timer limits the whole
+    proof; a socket's timeout would limit only each read."""
     timer = threading.Timer(PROOF_SECONDS, _cut, (connection,))
     timer.daemon = True
     timer.start()
@@ -409,7 +405,6 @@ def _cut(connection: Connection) -> None:
 
 
 def _first(connection: Connection, opener: Opener) -> bytes:
-    """Return the first message of a proved connection: a hello, which is a single frame without further data."""
     while True:
         data = connection.recv(READ_BYTES)
         if not data:

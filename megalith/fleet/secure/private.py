@@ -1,6 +1,6 @@
-"""Folders and files that only this user can access, in places open to all users: /dev/shm, a scratch disk. In such a place, another
-user may have made a folder of the expected name first, or a link. So a folder is opened without following links, its owner and mode are
-checked on the open folder, and files are opened relative to it.
+"""Folders and files that only this user can access, in places open to all users: /dev/shm, a scratch disk. In such places,
+another user may first create a folder or link of the expected name. Therefore links are never followed, owner and mode are
+checked on the opened folder, and files are opened relative to that folder.
 """
 
 import contextlib
@@ -15,15 +15,15 @@ _FILE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO is opened at once
 
 
 class NotPrivate(PermissionError):  # noqa: N818  # it says what was found
-    """A folder or file that another user owns or may write to, or a link. `path` names it."""
+    """A folder or file is a link, or another user owns it or may write to it. `path` names it."""
 
     def __init__(self, path: Path, why: str) -> None:
-        super().__init__(errno.EACCES, f"{why}: it is neither read nor written", str(path))
+        super().__init__(errno.EACCES, f"{why}: megalith does not read or write it", str(path))
         self.path = path
 
 
 def make(folder: Path) -> None:
-    """Make a private folder, and its parents with the usual mode; an existing folder is kept. Raises NotPrivate, OSError."""
+    """Make a private folder if it does not exist, and its parents with the usual mode. Raises NotPrivate, OSError."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
@@ -34,8 +34,9 @@ def make(folder: Path) -> None:
 
 @contextlib.contextmanager
 def opened(folder: Path) -> Iterator[int]:
-    """Yield a descriptor of a private folder. Raises NotPrivate, and FileNotFoundError if the folder does not exist. If other users may
-    read this user's folder, their access is removed. If they may write to it, the folder is refused, because its content may be theirs.
+    """Yield a descriptor of a private folder. Raises NotPrivate, and FileNotFoundError if the folder does not exist. If other
+    users may only read the folder, their access is removed. If other users may write to the folder, it is not private, because
+    its content may come from them.
     """
     descriptor = _open_folder(folder, None)
     try:
@@ -46,7 +47,8 @@ def opened(folder: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def opened_below(folder: Path, *, create: bool = False) -> Iterator[int]:
-    """Yield a descriptor of a folder in a private folder `root`, which is checked first; both are made if `create`."""
+    """Yield a descriptor of a folder inside the private folder `root`. Both folders are checked, and both are made if
+    `create`."""
     if create:
         make(folder.parent)
     with opened(folder.parent) as root:
@@ -62,7 +64,7 @@ def opened_below(folder: Path, *, create: bool = False) -> Iterator[int]:
 
 
 def open_file(folder: int, path: Path, flags: int) -> int:
-    """In an opened folder, open the file with the name of `path`. A new file is accessible to this user alone. Raises NotPrivate,
+    """Open the file with the name of `path` in an opened folder. A new file is accessible to this user alone. Raises NotPrivate,
     OSError."""
     try:
         descriptor = os.open(path.name, flags | _FILE, 0o600, dir_fd=folder)
@@ -73,7 +75,7 @@ def open_file(folder: int, path: Path, flags: int) -> int:
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
-            raise NotPrivate(path, "it is not a file")
+            raise NotPrivate(path, "it is not a regular file")
         _check_owner(path, found)
         if stat.S_IMODE(found.st_mode) != 0o600:
             os.fchmod(descriptor, 0o600)
@@ -84,7 +86,7 @@ def open_file(folder: int, path: Path, flags: int) -> int:
 
 
 def is_usable(folder: Path) -> bool:
-    """True if a folder exists and is private. Raises OSError other than NotPrivate and FileNotFoundError."""
+    """True if a folder exists and is private. Raises any OSError that is not NotPrivate or FileNotFoundError."""
     try:
         with opened(folder):
             return True
@@ -106,7 +108,7 @@ def _open_folder(folder: Path, parent: int | None) -> int:
         _check_owner(folder, found)
         mode = stat.S_IMODE(found.st_mode)
         if parent is None and mode & 0o022:
-            raise NotPrivate(folder, f"others may write to it (mode {mode:04o})")
+            raise NotPrivate(folder, f"other users may write to it (mode {mode:04o})")
         if mode != 0o700:
             os.fchmod(descriptor, 0o700)
     except BaseException:

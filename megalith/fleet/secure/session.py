@@ -1,12 +1,12 @@
-"""An authenticated connection: both ends prove that they know the run's key, then every message carries a MAC and a counter.
+"""An authenticated connection: both ends prove that they know the run's key; after that, every message has a MAC and a counter.
 
     server -> client   MAGIC, a nonce of the server
     client -> server   a nonce of the client, proof of the key over both nonces
     server -> client   ACCEPTED, proof of the key over both nonces         or REFUSED, and the end
     both               frames: length (4 bytes), counter (8), MAC (32), payload
 
-Each direction has its own MAC key, derived from the run's key and both nonces. So a frame of another connection or direction, or a
-repeated frame, has no valid MAC or counter; it is dropped and counted. Frames are not encrypted.
+Each direction has its own MAC key, derived from the run's key and both nonces. So a repeated frame, or one from another
+connection or direction, has a wrong MAC or counter, and is dropped and counted. Frames are not encrypted.
 """
 
 import secrets
@@ -26,12 +26,12 @@ _FRAME_BYTES = _HEAD.size + MAC_BYTES
 
 
 class TooLong(ValueError):  # noqa: N818  # it says what was found
-    """A frame claims more than the maximum length of a message, so the stream does not consist of frames."""
+    """The length field of a frame is larger than any message, so the stream does not consist of frames."""
 
 
 @dataclass
 class Sealer:
-    """The sending end of one direction."""
+    """Encodes messages to frames, for one direction of a connection."""
 
     key: Key
     purpose: str
@@ -48,7 +48,8 @@ class Sealer:
 
 
 class Opener:
-    """The receiving end of one direction. `dropped` counts frames with a wrong MAC or a counter that is not the next one."""
+    """Decodes frames to messages, for one direction of a connection. `dropped` counts frames with a wrong MAC or a counter that
+    is not the next one."""
 
     def __init__(self, key: Key, purpose: str, session: bytes) -> None:
         self._key, self._purpose, self._session = key, purpose, session
@@ -57,12 +58,12 @@ class Opener:
         self.dropped = 0
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Add received bytes, and yield the payloads that are complete and authentic. Raises TooLong."""
+        """Add received bytes, and yield the payloads of the frames that are complete and authentic. Raises TooLong."""
         self._buffer += data
         while len(self._buffer) >= _FRAME_BYTES:
             length, counter = _HEAD.unpack_from(self._buffer)
             if length > MAX_PAYLOAD_BYTES:
-                raise TooLong(f"a frame claims a length of {length} bytes")
+                raise TooLong(f"the length field of a frame is {length} bytes, which is too large")
             end = _FRAME_BYTES + length
             if len(self._buffer) < end:
                 return
@@ -77,14 +78,15 @@ class Opener:
 
 
 class ServerHandshake:
-    """The server's end of the two proofs."""
+    """The server's part of the handshake."""
 
     def __init__(self, key: Key) -> None:
         self._key, self._nonce = key, secrets.token_bytes(NONCE_BYTES)
         self.greeting = MAGIC + self._nonce
 
     def answer(self, proof: bytes) -> tuple[bytes, tuple[Opener, Sealer] | None]:
-        """Check the client's PROOF_BYTES. Return the reply, and, if the client knows the key, the objects for both directions."""
+        """Check the client's PROOF_BYTES. Return the reply and, if the client knows the key, an Opener and a Sealer for the
+        connection; else None in their place."""
         nonces = self._nonce + proof[:NONCE_BYTES]
         if not self._key.proves(proof[NONCE_BYTES:], "client", nonces):
             return REFUSED, None
@@ -93,19 +95,19 @@ class ServerHandshake:
 
 
 class ClientHandshake:
-    """The client's end."""
+    """The client's part of the handshake."""
 
     def __init__(self, key: Key, greeting: bytes) -> None:
         """`greeting`: the server's GREETING_BYTES. Raises ValueError for any other bytes."""
         if not greeting.startswith(MAGIC):
-            raise ValueError("the process that listens there is not the store of a run")
+            raise ValueError("the process that listens at this address is not the store of a run")
         self._key, own = key, secrets.token_bytes(NONCE_BYTES)
         self._nonces = greeting[len(MAGIC) :] + own
         self.proof = own + key.mac("client", self._nonces)
 
     def finish(self, reply: bytes) -> tuple[Sealer, Opener] | None:
-        """Return the objects for both directions; None if the server's reply (REPLY_BYTES, or a refusal) does not prove that it knows
-        the key."""
+        """Return a Sealer and an Opener for the connection; None if the server's reply does not prove that the server knows the
+        key."""
         if reply[:1] != ACCEPTED or not self._key.proves(reply[1:], "server", self._nonces):
             return None
         return Sealer(self._key, "from client", self._nonces), Opener(self._key, "from server", self._nonces)

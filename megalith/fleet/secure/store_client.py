@@ -18,7 +18,7 @@ READ_BYTES = 1 << 18
 
 
 class StoreGone(RuntimeError):  # noqa: N818  # it says what happened
-    """The store does not answer, or a key was not set in time."""
+    """The run's store does not answer, or a key was not set in time."""
 
 
 class WrongKey(RuntimeError):  # noqa: N818  # it says what was found
@@ -26,11 +26,12 @@ class WrongKey(RuntimeError):  # noqa: N818  # it says what was found
 
 
 class StoreClient:
-    """A connection to the store. Threads may share it: a call that waits for keys lets other calls through every WAIT_SECONDS."""
+    """A connection to the store. Threads may share a client, because a call that waits for keys is interrupted every WAIT_SECONDS
+    for other calls."""
 
     def __init__(self, address: str, key: Key, *, seconds: float) -> None:
-        """Connect to "SCHEME://HOST:PORT" within `seconds`, which is also the time limit of later calls. Raises StoreGone if no process
-        answers there, and WrongKey if the process that answers has another key.
+        """Connect to "SCHEME://HOST:PORT" within `seconds`, which is also the time limit of later calls. Raises StoreGone if no
+        process answers at this address, and WrongKey if one with another key answers.
         """
         self.address, self.seconds = address, seconds
         host, _, port = address.partition("://")[2].rpartition(":")
@@ -87,7 +88,7 @@ class StoreClient:
                 raise StoreGone(f"wait timeout after {round(1000 * limit)}ms for {', '.join(keys)} in the run's store")
 
     def strangers(self) -> dict[str, int]:
-        """Return the counts of refused connections and messages, by kind (`messages.STRANGERS`)."""
+        """Return the store's counts of refused connections and messages, by the kinds in `messages.STRANGERS`."""
         counts = self._call(Operation.STRANGERS) or []
         return dict(zip(STRANGERS, map(int, counts), strict=False))
 
@@ -105,7 +106,6 @@ class StoreClient:
         return found[0]
 
     def _call(self, operation: Operation, *fields: bytes) -> list[bytes] | None:
-        """Send a request and return the fields of the reply; None if the reply is NO. Raises StoreGone."""
         with self._lock:
             try:
                 self._connection.sendall(self._sealer.seal(messages.pack(operation, *fields)))
@@ -128,7 +128,8 @@ class StoreClient:
 
 
 def _connect(host: str, port: int, key: Key, address: str, *, seconds: float) -> tuple[socket.socket, Sealer, Opener]:
-    """Return an authenticated connection. Until then, retry a broken connection, because strangers may crowd the store."""
+    """Return an authenticated connection. If the connection breaks before that, retry, because connections of strangers may fill
+    the store."""
     end = time.monotonic() + seconds
     while True:
         left = max(0.1, end - time.monotonic())
@@ -151,13 +152,14 @@ def _prove(connection: socket.socket, key: Key, address: str) -> tuple[Sealer, O
     try:
         handshake = ClientHandshake(key, _exactly(connection, GREETING_BYTES))
     except ValueError as error:
-        raise WrongKey(f"{address}: {error}. Something else listens at this port: use another") from error
+        raise WrongKey(f"{address}: {error}. Another program listens at this port: use another port") from error
     connection.sendall(handshake.proof)
     first = _exactly(connection, 1)
     ends = handshake.finish(first + _exactly(connection, REPLY_BYTES - 1)) if first != REFUSED else None
     if ends is None:
         raise WrongKey(
-            f"the store at {address} and this process have different keys. Give both the same key: MEGALITH_KEY, the file that "
+            f"the store at {address} and this process have different keys. Set the same key for both, by one of "
+            f"MEGALITH_KEY, the file that "
             "MEGALITH_KEY_FILE names, or ranks/key in the same run folder"
         )
     return ends

@@ -1,8 +1,9 @@
-"""A key-value store for the processes of one run only: bounded, authenticated, bound to one address.
+"""A key-value store that only the processes of one run can use: it authenticates them, limits its memory, and listens at one
+address.
 
-One process, one thread. Strangers can use little of it: a connection without a proof of the key gets only memory for the proof, a few
-seconds, and one of few places; if all are taken, the newest replaces the oldest. So 4,000 idle connections cost the run's own processes
-nothing.
+One process, one thread. A connection without proof of the key can use only the memory for a proof, for a few seconds, and its
+number is limited: when all places are taken, a new connection replaces the oldest one. So even 4,000 idle connections of
+strangers do not affect the run's processes.
 """
 
 import errno
@@ -22,7 +23,8 @@ from megalith.fleet.secure.messages import Operation
 from megalith.fleet.secure.session import PROOF_BYTES, Opener, Sealer, ServerHandshake, TooLong
 
 LISTEN = "MEGALITH_LISTEN"
-"""Variable with the address to listen at, if the address that others use is not this machine's own; "0.0.0.0" means all addresses."""
+"""Environment variable with the address at which to listen, if other machines reach this one at an address that it does not have
+itself; "0.0.0.0" means all addresses."""
 
 READ_BYTES = 1 << 18
 ACCEPTS = 64  # connections taken in one turn: those that are proved are served in between
@@ -30,8 +32,9 @@ ACCEPTS = 64  # connections taken in one turn: those that are proved are served 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of the store. `unproved`: simultaneous connections without a proof of the key, each for `seconds` at most; `clients`:
-    connections with a proof; `stored`: bytes of keys and values; `waiting`: bytes of replies that a client has not read yet."""
+    """Limits of the store. `unproved`: number of connections that have not proved the key, each for at most `seconds`. `clients`:
+    number of connections that have proved it. `stored`: bytes of keys and values. `waiting`: bytes of replies that a client has
+    not read yet."""
 
     unproved: int = 128
     seconds: float = 5.0
@@ -59,15 +62,16 @@ class _Client:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Listen at `address`, or at that of MEGALITH_LISTEN if set; if `port` is 0, at a free port. Raises OSError, which names the
-    address."""
+    """Listen at `host`, or at the address in MEGALITH_LISTEN if that is set. Port 0 means any free port. Raises OSError with the
+    address in its message."""
     address = os.environ.get(LISTEN) or host.strip("[]")
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         server = socket.socket(family, kind, protocol)
     except OSError as error:
         raise OSError(
-            error.errno, f"{address} is not an address to listen at ({error.strerror}). Set {LISTEN} to one of this machine's"
+            error.errno,
+            f"this machine cannot listen at {address} ({error.strerror}). Set {LISTEN} to one of this machine's addresses",
         ) from error
     try:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -77,7 +81,8 @@ def listen(host: str, port: int) -> socket.socket:
         server.close()
         raise OSError(
             error.errno,
-            f"cannot listen at {address}, port {port} ({error.strerror}). Free the port, use another, or set {LISTEN} to another address",
+            f"cannot listen at {address}, port {port} ({error.strerror}). Free this port, use another port, or set {LISTEN} "
+            f"to another address",
         ) from error
     if ip_address(where[0]).is_loopback and not is_loopback(address):
         print(
@@ -90,7 +95,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def is_loopback(host: str) -> bool:
-    """True if a host name refers to the local machine, whichever machine resolves it."""
+    """True if a host name refers to the local machine on every machine, as "localhost" does."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -118,7 +123,7 @@ class StoreServer:
             self.turn(1.0)
 
     def turn(self, seconds: float) -> None:
-        """Wait at most `seconds` for events on the connections, and handle them."""
+        """Wait at most `seconds` for events on connections, and handle these events."""
         now = time.monotonic()
         ends = [client.until for client in self._waiting] + [one.until for one in list(self._unproved.values())[:1]]
         for key, events in self._selector.select(max(0.0, min([seconds, *(end - now for end in ends)]))):
@@ -249,7 +254,6 @@ class StoreServer:
             self._selector.modify(client.connection, events)
 
     def _done(self, client: _Client, operation: Operation, fields: list[bytes]) -> bytes | None:
-        """Carry out a client's request, and return the reply; None if it is sent later."""
         match operation, fields:
             case Operation.SET, [key, value]:
                 return self._set(key, value) or messages.pack(Operation.DONE)
@@ -287,7 +291,6 @@ class StoreServer:
         return all(key in self._values for key in keys)
 
     def _set(self, key: bytes, value: bytes) -> bytes | None:
-        """Write a value. Return a reply if there is no room for it."""
         old = self._values.get(key)
         more = len(value) - len(old) if old is not None else len(key) + len(value)
         if self._stored + more > self._limits.stored:
@@ -299,8 +302,7 @@ class StoreServer:
         return None
 
     def _swap(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
-        """Compare and swap, with the semantics of torch's stores: a key that is not set is written only if the expected value is
-        empty."""
+        """Compare and swap, as in torch's stores: a key that does not exist is written only if the expected value is empty."""
         value = self._values.get(key)
         if value == expected or (value is None and not expected):
             return self._set(key, desired) or messages.pack(Operation.DONE, desired)

@@ -1,7 +1,7 @@
 """Encrypted connections: TLS 1.3, in which each end verifies the other's certificate.
 
-One thread reads the socket while another one writes to it, which OpenSSL does not allow on one connection. So records are encrypted and
-decrypted in memory, under a lock that is never held while waiting for the network.
+One thread reads from a socket while another one writes to it, which OpenSSL does not allow. Therefore records are encrypted and
+decrypted in memory, under a lock that is not held during waits for the network.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ RECORD_BYTES = 1 << 14  # the most that TLS puts into one record
 
 
 class Connection(Protocol):
-    """The part of a socket that a connection between sites uses."""
+    """The methods of a socket that connections between sites use."""
 
     def recv(self, count: int, /) -> bytes:
         """Return received bytes, `count` at most; empty at the end of the stream."""
@@ -39,15 +39,15 @@ class Connection(Protocol):
 
 
 class Tls(NamedTuple):
-    """The settings with which this end connects and listens."""
+    """TLS settings of this end, for connections that it makes and that it accepts."""
 
     client: ssl.SSLContext
     server: ssl.SSLContext
 
     @classmethod
     def of(cls, certificate: Path, key: Path, authority: Path) -> "Tls":
-        """Read this end's certificate, its private key, and the certificate of the authority that signed both ends' certificates (PEM).
-        Raises OSError if a file cannot be read or does not fit."""
+        """Read this end's certificate, its private key, and the certificate of the authority that signed both ends' certificates
+        (PEM). Raises OSError if a file cannot be read, or if key and certificate do not match."""
         found = [ssl.SSLContext(protocol) for protocol in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER)]
         for context in found:
             context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -58,7 +58,7 @@ class Tls(NamedTuple):
         return cls(*found)
 
     def connect(self, connection: socket.socket, host: str) -> "EncryptedConnection":
-        """Encrypt a connection that this end has made to `host`, which the other end's certificate must name. Raises OSError."""
+        """Encrypt a connection that this end made to `host`. The other end's certificate must name `host`. Raises OSError."""
         return EncryptedConnection(connection, self.client, host=host)
 
     def accept(self, connection: socket.socket) -> "EncryptedConnection":
@@ -70,8 +70,8 @@ class EncryptedConnection:
     """A connected socket with TLS. One thread may receive while another sends."""
 
     def __init__(self, connection: socket.socket, context: ssl.SSLContext, *, host: str | None = None) -> None:
-        """Do the handshake. `host`: to which this end connected; None: the other end connected. Raises OSError, and leaves the socket
-        open, if the other end has no valid certificate."""
+        """Do the handshake. `host`: the host to which this end connected; None: the other end connected. Raises OSError, and
+        leaves the socket open, if the other end has no valid certificate."""
         self._socket = connection
         self._came, self._leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._came, self._leaving, server_side=host is None, server_hostname=host)

@@ -1,4 +1,5 @@
-"""Tiers for copies of the state, the copies that remain after faults, and the newest step that these can fully restore."""
+"""Storage tiers for copies of the state, the copies that remain after a fault, and the newest step that can be restored from
+them."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -8,8 +9,8 @@ from typing import Any
 
 
 class Tier(StrEnum):
-    """Storage tiers for a copy, fastest first. A lost node loses the MEMORY and DISK copies of its slot, and the BUDDY copies that it
-    kept."""
+    """Storage tiers for copies of the state, fastest first. The loss of a node loses the MEMORY and DISK copies of its own slot,
+    and the BUDDY copies that it kept for another slot."""
 
     MEMORY = "memory"
     BUDDY = "buddy"
@@ -27,7 +28,8 @@ _DEPTH = {tier: depth for depth, tier in enumerate(Tier)}
 
 @dataclass(frozen=True)
 class Copy:
-    """The state after `step` steps in one tier. `missing`: slots whose piece is lost or has a wrong digest."""
+    """A copy of the state after `step` steps in one tier. `missing`: the slots whose piece of the copy is lost or has a wrong
+    digest."""
 
     tier: Tier
     step: int
@@ -36,8 +38,8 @@ class Copy:
 
 @dataclass(frozen=True)
 class Source:
-    """The state to restore: that after `step` steps. `tier` None: no copy is left, so the run starts over at step 0. `elsewhere`: the
-    slots whose piece is missing in `tier`, with the other tier that each must read.
+    """The copy of the state to restore, which is that after `step` steps. `tier` None: no copy is left, so the run starts over at
+    step 0. `elsewhere`: the slots whose piece is missing in `tier`, each with the tier from which it is read.
     """
 
     step: int
@@ -45,12 +47,12 @@ class Source:
     elsewhere: tuple[tuple[int, Tier], ...] = ()
 
     def tier_of(self, slot: int) -> Tier | None:
-        """Return the tier from which the ranks of a slot read."""
+        """Return the tier from which the ranks of a slot restore their state."""
         return dict(self.elsewhere).get(slot, self.tier)
 
     @property
     def slowest(self) -> Tier | None:
-        """The slowest tier that any rank reads from."""
+        """The slowest tier from which any rank restores its state."""
         read = [tier for tier in (self.tier, *dict(self.elsewhere).values()) if tier is not None]
         return max(read, key=lambda tier: tier.depth, default=None)
 
@@ -71,7 +73,8 @@ BEGINNING = Source(step=0, tier=None)
 def newest(
     copies: Iterable[Copy], *, at_most: int | None = None, before: int | None = None, below: Tier | None = None
 ) -> Source | None:
-    """Return the newest complete step, from the fastest tiers that have its pieces; None if no step is complete.
+    """Return the newest step of which all slots' pieces exist, from the fastest tiers that have them; None if there is no such
+    step.
 
     `at_most`: no later step. `before`: strictly earlier steps only. `below`: only tiers slower than this one.
     """
@@ -91,7 +94,6 @@ def newest(
 
 
 def _assemble(step: int, copies: Sequence[Copy]) -> Source | None:
-    """Return the source for one step from its copies, fastest first; None if a slot's piece is in no copy."""
     main, *others = copies
     elsewhere = []
     for slot in sorted(main.missing):
@@ -103,10 +105,10 @@ def _assemble(step: int, copies: Sequence[Copy]) -> Source | None:
 
 
 def fall_back(copies: Collection[Copy], used: Source) -> Source | None:
-    """Return the next source after a run restored from `used` failed in the same way again: an earlier step, from an independently
-    written tier. Another tier's copy of the same step has the same bits, as its digest shows. A buddy's copy is made from the same
-    bytes as the copy in memory, so both contain any damage from before the digest was taken. Without such a source, return one from any
-    slower tier; None if none is left.
+    """Return the next source to try after a run that restored `used` has failed in the same way again. Copies of one step have
+    the same digest, and so the same bits, in all tiers. So an earlier step in a slower tier is preferred; the buddy tier does not
+    count as slower than memory, because its copies are made from the same bytes. Without such a copy, return the newest one in
+    any slower tier; None if there is none.
     """
     if used.tier is None:
         return None
@@ -119,8 +121,8 @@ def fall_back(copies: Collection[Copy], used: Source) -> Source | None:
 
 
 def without_nodes(copies: Iterable[Copy], slots: Collection[int], *, nodes: int, distance: int) -> tuple[Copy, ...]:
-    """Return the copies that remain if the nodes in these slots are lost. `distance`: distance from a slot to its buddy (0: no
-    buddies)."""
+    """Return the copies that remain if the nodes in these slots are lost. `distance`: number of nodes from a node to its buddy;
+    0: there are no buddies."""
     own = frozenset(slots)
     kept_for = frozenset((slot - distance) % nodes for slot in slots)
     lost = {Tier.MEMORY: own, Tier.DISK: own, Tier.BUDDY: kept_for, Tier.STORE: frozenset[int]()}
@@ -128,7 +130,8 @@ def without_nodes(copies: Iterable[Copy], slots: Collection[int], *, nodes: int,
 
 
 def without_piece(copies: Iterable[Copy], tier: Tier, step: int, slot: int | None) -> tuple[Copy, ...]:
-    """Return the copies that remain after the piece of `slot` had a wrong digest; `slot` None: the whole copy is unusable."""
+    """Return the copies without the piece of `slot` in one copy, because it has a wrong digest; `slot` None: without that whole
+    copy."""
     left = []
     for copy in copies:
         if copy.tier is tier and copy.step == step:

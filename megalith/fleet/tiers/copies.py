@@ -1,9 +1,9 @@
-"""Copies of the ranks' state as files in a node's memory or on its disk: the format of a file, the content of a folder, and the
-complete steps. A file is one buffer of one rank: a header, a layout (the place of each tensor, as JSON), and a payload. A writer clears
-the header, fills the payload, and writes the header last. So a process may die at any moment: a half-written copy has no header. The
-digest is the sum of the payload's 64-bit words, modulo 2^64: any flipped bit changes it. A checksum that also detects swapped words,
-which memory errors do not cause, would cost far more. The digest detects accidents. Other users are kept out by the private folder
-(`secure.private`) and by a MAC over the whole header with the run's key.
+"""Copies of the ranks' state as files in a node's memory or on its disk: the format of a file, and a search for complete copies
+in folders. A file is one rank's buffer: a header, a layout (the place of each tensor, as JSON), and a payload. A writer clears
+the header, fills the payload, and writes the header last, so a partial copy of a process that died has no header. The digest is
+the sum of the payload's 64-bit words, modulo 2^64, which changes if any one bit flips. The digest does not detect swapped words,
+which memory errors do not cause. The digest is only for accidents: a private folder (`secure.private`), and a MAC over the header
+with the run's key, protect copies from other users.
 """
 
 import json
@@ -38,8 +38,8 @@ Whose = Literal["own", "buddy"]
 
 @dataclass(frozen=True)
 class Label:
-    """Content of a header: identifies the state of `rank` after `step` steps and `samples` samples. `layout`, `payload`: sizes in
-    bytes. `updates`: the number of steps whose update was made (default: all)."""
+    """Content of a file's header: it describes the state of `rank` after `step` steps and `samples` samples. `layout`, `payload`:
+    sizes of these parts in bytes. `updates`: number of steps whose update was not skipped (default: all)."""
 
     step: int
     samples: int
@@ -74,7 +74,7 @@ class Label:
 
 
 class Entry(NamedTuple):
-    """Location of a tensor in a payload: `offset` and `size` in bytes."""
+    """A tensor's name, type, shape and place in a payload; `offset` and `size` are in bytes."""
 
     name: str
     dtype: str
@@ -100,12 +100,12 @@ class Layout:
 
     @property
     def payload(self) -> int:
-        """Bytes of the payload: whole pages."""
+        """Size of the payload in bytes, a multiple of PAGE."""
         end = max((entry.offset + entry.size for entry in self.entries), default=0)
         return max(PAGE, -(-end // PAGE) * PAGE)
 
     def dump(self) -> bytes:
-        """JSON, filled up to whole pages."""
+        """Return the layout as JSON, padded to a multiple of PAGE."""
         text = json.dumps([list(entry) for entry in self.entries], separators=(",", ":")).encode()
         return text + b" " * (-len(text) % PAGE)
 
@@ -115,7 +115,7 @@ class Layout:
 
 
 def file_name(whose: Whose, rank: int, buffer: int) -> str:
-    """Return a file's name. `rank`: whose state is copied. On a disk, `buffer` is the step."""
+    """Return a file's name. `rank`: the rank whose state is in the file. On a disk, `buffer` is the step."""
     return f"{whose}-{rank}.{buffer}"
 
 
@@ -135,8 +135,8 @@ class Buffer:
 
     @classmethod
     def create(cls, path: Path, bytes_after_header: int, *, key: Key) -> "Buffer":
-        """Create the buffer at `path`; one of the right size is kept unchanged. All its memory is allocated now. Raises OSError if
-        there is no room, and NotPrivate if other users can access its folders."""
+        """Create the buffer at `path`, or keep an existing one of the right size, and allocate all of its memory. Raises OSError
+        if there is no room, and NotPrivate if other users can access its folders."""
         size = PAGE + bytes_after_header
         with private.opened_below(path.parent, create=True) as folder:
             descriptor = private.open_file(folder, path, os.O_RDWR | os.O_CREAT)
@@ -155,12 +155,13 @@ class Buffer:
             return cls(path, mmap.mmap(file.fileno(), 0), key, inode=os.fstat(file.fileno()).st_ino)
 
     def is_removed(self) -> bool:
-        """True if this file was removed from its folder or replaced. Such a file stays mapped, but no other process can find it."""
+        """True if this file was removed from its folder or replaced. A removed file stays mapped in this process, but other
+        processes cannot find it."""
         return not disk.leads_to(self.path, self._inode)
 
     @property
     def label(self) -> Label | None:
-        """Label of the copy in the file; None if the file holds no complete copy."""
+        """Label of the copy in the file; None if the file has no complete copy."""
         header = self.memory[:LABEL_BYTES]
         if header != self._read[0]:
             self._read = header, Label.unpack(header, self.key)
@@ -170,12 +171,13 @@ class Buffer:
 
     @property
     def marks(self) -> int:
-        """The marks that protect the copy until another copy is pinned: VERIFIED, GOOD, both or 0."""
+        """The marks that protect the copy from being overwritten until another copy is pinned; these are VERIFIED, GOOD, both or
+        0."""
         return self.memory[_PINNED]
 
     @property
     def pinned(self) -> bool:
-        """True if the copy must be kept until another one is pinned."""
+        """True if the copy must not be overwritten until another copy is pinned."""
         return self.marks != 0
 
     def strike_out(self) -> None:
@@ -183,15 +185,15 @@ class Buffer:
         self.memory[: _PINNED + 1] = bytes(_PINNED + 1)
 
     def commit(self, label: Label) -> None:
-        """Mark the payload as complete."""
+        """Write the header, which marks the payload as complete."""
         self.memory[:LABEL_BYTES] = label.pack(self.key)
 
     def pin(self, pinned: bool, *, mark: int = VERIFIED) -> None:
-        """Set or clear one mark."""
+        """Set or clear one of the copy's marks."""
         self.memory[_PINNED] = self.marks | mark if pinned else self.marks & ~mark
 
     def layout(self, label: Label) -> Layout:
-        """Return the layout of the tensors. Raises ValueError if the bytes are not a layout."""
+        """Return the layout of the payload's tensors. Raises ValueError if the file has no valid layout."""
         return Layout.load(self.memory[PAGE : PAGE + label.layout])
 
     def digest(self, label: Label) -> int:
@@ -208,8 +210,8 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Piece:
-    """One rank's part of a copy. `intact`: in memory, True if the piece's digest is right; on a disk, True if its length is right,
-    because the rank that loads the piece checks the digest."""
+    """One rank's part of a copy. `intact`: whether the piece in memory has the right digest, or its file on disk the right
+    length, because the rank that loads it checks the digest."""
 
     tier: Tier
     rank: int
@@ -222,9 +224,9 @@ class Piece:
 
 
 def pieces(folder: Path, *, key: Key, own: Tier = Tier.MEMORY) -> list[Piece]:
-    """Return the copies in a node's folder that were made with the run's `key`. `own`: the tier of the node's own ranks' copies; other
-    copies were kept for other nodes. Digests are verified only in memory. To read a whole disk would cost more than a restart after a
-    damaged piece, and the answer has a time limit (`fleet.remote`).
+    """Return the copies in a node's folder that were made with the run's `key`. `own`: the tier (memory or disk) to which copies
+    of the node's own ranks belong; copies of other nodes' ranks belong to the tier BUDDY. Digests of copies on disk are not
+    verified, because this would cost more time than another restart after a damaged piece.
     """
     found = []
     for path, buffer, label in _labelled(folder, key):
@@ -236,7 +238,7 @@ def pieces(folder: Path, *, key: Key, own: Tier = Tier.MEMORY) -> list[Piece]:
 
 
 def steps(folder: Path, *, key: Key) -> set[int]:
-    """Return the steps for which a node's folder holds a copy of any rank; digests are not verified."""
+    """Return the steps of which a node's folder contains a copy of at least one rank, without verifying digests."""
     found = set()
     for _, buffer, label in _labelled(folder, key):
         found.add(label.step)
@@ -245,13 +247,12 @@ def steps(folder: Path, *, key: Key) -> set[int]:
 
 
 def held(node: str, *, memory: Path | None, disk: Path | None, key: Key) -> list[Piece]:
-    """Return the copies that a node holds below these roots."""
+    """Return the copies of a node in these folders."""
     in_memory = pieces(node_folder(memory, node), key=key) if memory is not None else []
     return in_memory + (pieces(node_folder(disk, node), key=key, own=Tier.DISK) if disk is not None else [])
 
 
 def _labelled(folder: Path, key: Key) -> Iterator[tuple[Path, Buffer, Label]]:
-    """Yield the buffers of a folder that hold a copy; the caller closes them."""
     paths = list[Path]()
     with disk.if_available():  # a disk that fails holds nothing
         paths = sorted((*folder.glob("own-*"), *folder.glob("buddy-*"))) if folder.is_dir() else []
@@ -268,9 +269,8 @@ def _labelled(folder: Path, key: Key) -> Iterator[tuple[Path, Buffer, Label]]:
 
 
 def together(found: Iterable[Piece], *, world: int, slots: int) -> tuple[Copy, ...]:
-    """Combine the pieces of all nodes: for each tier and step, the slots in which some rank's piece is missing or damaged.
-
-    Pieces from a run with another number of ranks belong to another plan, and are left out.
+    """Combine the pieces of all nodes to copies: one for each tier and step, with the slots in which a rank's piece is missing or
+    damaged. Pieces of a run with another number of ranks are left out, because they belong to another plan.
     """
     usable = sorted((p for p in found if p.world == world), key=lambda piece: (piece.tier.depth, -piece.step))
     copies = []
@@ -285,8 +285,8 @@ def together(found: Iterable[Piece], *, world: int, slots: int) -> tuple[Copy, .
 def survey(
     root: Path, *, placement: Sequence[str], world: int, key: Key, distance: int | None = None, own: Tier = Tier.MEMORY
 ) -> tuple[Copy, ...]:
-    """Find the copies of the nodes whose folders are under `root`. A piece counts only where a rank would look for it: on its slot's
-    own node, or on the buddy node `distance` slots further (None: on any node)."""
+    """Find the copies on the nodes whose folders are in `root`. A piece counts only if it is on its slot's own node or on the
+    buddy node, which is `distance` slots further, because ranks read it only there (None: a piece on any node counts)."""
     found = []
     for slot, node in enumerate(placement):
         here = pieces(node_folder(root, node), key=key, own=own)
@@ -295,16 +295,16 @@ def survey(
 
 
 def in_place(found: Iterable[Piece], slot: int, *, world: int, slots: int, distance: int | None = None) -> list[Piece]:
-    """Return a node's pieces that ranks look for there while it fills `slot`; pieces may remain from another slot that it filled
-    before."""
+    """Return those pieces on a node which ranks read while the node has `slot`. Other pieces may remain from a slot that the node
+    had before."""
     own = ranks_of(slot, world=world, slots=slots)
     kept = range(world) if distance is None else ranks_of((slot - distance) % slots, world=world, slots=slots)
     return [piece for piece in found if piece.rank in (kept if piece.tier is Tier.BUDDY else own)]
 
 
 def forget(folder: Path, *, key: Key, above: int | None = None, step: int | None = None, whose: Whose | None = None) -> int:
-    """Invalidate a node's copies of steps after `above`, or of step `step`; if neither is given, all copies. Return the number of
-    invalidated copies."""
+    """Invalidate a node's copies of steps after `above`, or of step `step`, or, if neither is given, of all steps. Return their
+    number."""
     count = 0
     for path, buffer, label in _labelled(folder, key):
         meant = (above is None or label.step > above) and (step is None or label.step == step)
@@ -316,8 +316,7 @@ def forget(folder: Path, *, key: Key, above: int | None = None, step: int | None
 
 
 def set_aside(root: Path, order: QuarantineCopy, *, placement: Sequence[str], world: int, key: Key) -> int:
-    """Rename pieces of a copy to `aside-...` in the same folder, where ranks ignore them and a user can inspect them. Return the number
-    of renamed pieces."""
+    """Rename the pieces of a copy to `aside-...`, so that ranks ignore them and a user can inspect them. Return their number."""
     slots, count = len(placement), 0
     for node in placement:
         for piece in pieces(node_folder(root, node), key=key, own=Tier.MEMORY if order.tier is Tier.BUDDY else order.tier):
@@ -329,8 +328,8 @@ def set_aside(root: Path, order: QuarantineCopy, *, placement: Sequence[str], wo
 
 
 def corrupt_piece(folder: Path, *, key: Key, rank: int, step: int | None = None, whose: Whose = "own", bit: int = 12345) -> bool:
-    """Flip one bit in the payload of a rank's copy (`step` None: its newest), to test that the damage is detected; return False if
-    there is no copy."""
+    """Flip one bit in the payload of a rank's copy (`step` None: the newest one), to test whether the damage is detected. Return
+    False if there is no such copy."""
     held = [(label, path) for path, _, label in _labelled(folder, key) if path.name.startswith(f"{whose}-{rank}.")]
     meant = [(label, path) for label, path in held if step is None or label.step == step]
     if not meant:

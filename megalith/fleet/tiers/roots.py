@@ -1,4 +1,4 @@
-"""Folders for a run's copies of its state on this machine, in memory and on a disk, private to the run."""
+"""Private folders for a run's copies of its state on this machine, in memory and on a disk."""
 
 import contextlib
 import fcntl
@@ -21,14 +21,13 @@ OWNER = "owner"  # the file that says which run has copies in a folder of shared
 
 
 def memory_root(run_dir: Path, identity: str) -> Path:
-    """Return the folder for a run's copies; every call with the same run and `identity` returns the same folder. A run folder that was
-    removed and made again counts as another run. If another user owns a folder of this name, the run uses another name and reports
-    that."""
+    """Return the folder for a run's copies in memory, which depends on the run and `identity` only. A run folder that was removed
+    and made again belongs to another run. If another user owns the folder, another name is used and reported."""
     return _root(copies_place(), run_dir, identity)
 
 
 def disk_root(run_dir: Path, identity: str, fleet: FleetSpec) -> Path | None:
-    """Return the folder for a run's copies on the disks of its nodes; None if the run keeps no copies on disk."""
+    """Return the folder for a run's copies on each node's disk; None if the run keeps no copies on disk."""
     return _root(_disk(fleet), run_dir, identity) if fleet.disk_every else None
 
 
@@ -52,15 +51,15 @@ def _root(place: Path, run_dir: Path, identity: str) -> Path:
 
 
 def elsewhere(root: Path, why: NotPrivate) -> Path:
-    """Make a folder with an unpredictable name, next to one that belongs to another run, and report that. Raises OSError."""
+    """Make and report a folder with an unpredictable name, because `root` belongs to another user or run. Raises OSError."""
     own = root.with_name(f"{root.name}-{secrets.token_hex(4)}")
     private.make(own)
-    print(f"{why.filename}: {why.strerror}. Copies of the state go to {own}", file=sys.stderr, flush=True)
+    print(f"{why.filename}: {why.strerror}. Copies of the state are written to {own} instead", file=sys.stderr, flush=True)
     return own
 
 
 def taken(root: Path) -> NotPrivate | None:
-    """Return why a folder does not belong to this run alone; None if it does, or if there is no such folder."""
+    """Return the reason why a folder does not belong to this run alone; None if it does or does not exist."""
     try:
         with private.opened(root):
             return None
@@ -75,12 +74,11 @@ def _disk(fleet: FleetSpec) -> Path:
 
 
 def copies_place() -> Path:
-    """Return the place where runs on this machine keep copies in memory."""
+    """Return the folder in which runs on this machine keep their copies in memory."""
     return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
 
 
 def _name(run_dir: Path) -> str:
-    """Return the run's unique name, which is stored in the run folder and lost with it."""
     path = run_dir.resolve() / "ranks" / "name"
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"name-{secrets.token_hex(4)}")
@@ -100,14 +98,14 @@ def _short(text: str) -> str:
 
 
 def clear_memory(run_dir: Path, *, keep: Path | None = None) -> None:
-    """Remove copies in memory that earlier runs in this folder left, and copies of runs that can no longer resume."""
+    """Remove copies in memory that earlier runs of this run folder left, and copies from which no run can resume."""
     _clear(copies_place(), run_dir, keep=keep)
     clear_abandoned(copies_place())
 
 
 def clear_disk(run_dir: Path, fleet: FleetSpec, *, keep: Path | None = None) -> None:
-    """Remove copies on this machine's disk that earlier runs in this folder left. Keep those of other run folders, which may not be
-    mounted yet."""
+    """Remove copies on this machine's disk that earlier runs of this run folder left. Copies of other run folders are kept,
+    because those folders may not be mounted yet."""
     _clear(_disk(fleet), run_dir, keep=keep)
 
 
@@ -118,15 +116,15 @@ def _clear(place: Path, run_dir: Path, *, keep: Path | None) -> None:
 
 
 def clear_abandoned(place: Path) -> None:
-    """Remove copies in a memory folder from which no run can be resumed."""
+    """Remove the copies in `place`, a folder in memory, from which no run can resume."""
     for old in place.glob("megalith-*"):
         if _is_abandoned(old):
             shutil.rmtree(old, ignore_errors=True)
 
 
 def claim(memory: Path, owner: str) -> IO[str]:
-    """Record the owner of these copies, and lock the folder. The lock ends with the process. Until then the copies are in use, even if
-    others cannot see the run folder."""
+    """Record the owner of a folder of copies, and lock the folder. The lock, which ends with this process, shows that the copies
+    are in use, even to processes that cannot access the run folder."""
     private.make(memory)  # others have no business with a run's weights
     with private.opened(memory) as folder:
         file = os.fdopen(private.open_file(folder, memory / OWNER, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+", encoding="utf-8")
@@ -138,12 +136,11 @@ def claim(memory: Path, owner: str) -> IO[str]:
 
 
 def owner_text(run_dir: Path) -> str:
-    """Return the text for the file `owner` in this run's folders."""
+    """Return the text for the file `owner` in this run's folders of copies."""
     return json.dumps({"run": str(run_dir.resolve()), "name": _name(run_dir)})
 
 
 def _is_abandoned(memory: Path) -> bool:
-    """True if no process uses these copies, and no run folder refers to them."""
     try:
         with private.opened(memory) as folder:
             descriptor = private.open_file(folder, memory / OWNER, os.O_RDONLY)

@@ -1,8 +1,8 @@
 """Model families: the values of `[model]`, one flat spec for each family, chosen by `family` ("llama" by default).
 
-A family is a frozen Spec. Its sizes include `name`, `layers`, `dim`, `vocab`, `context`, `tied` and `init_std`. `build()`
-returns the model as parts; `small(layers, unit, heads_unit)` returns the same family in small sizes that every split divides.
-Common code is in `common.py`. A new family is a module in this folder and a line in `Model`.
+A family is a frozen Spec. Its sizes include `name`, `layers`, `dim`, `vocab`, `context`, `tied` and `init_std`. `build()` returns
+the model as parts; `small(layers, unit, heads_unit)` returns a small model of the same family, whose sizes every split divides.
+Common code is in `common.py`. To add a family, add a module to this folder and an entry to `Model`.
 """
 
 from collections.abc import Mapping
@@ -61,5 +61,6 @@ _ADAPTER: TypeAdapter[Model] = TypeAdapter(Model)
 
 
 def read(values: Mapping[str, Any]) -> Model:
-    """The spec that plain values describe (a preset's, or those in a checkpoint's manifest). Raises pydantic's ValidationError."""
+    """The family spec with these plain values, which come from a preset or from a checkpoint's manifest. Raises pydantic's
+    ValidationError."""
     return _ADAPTER.validate_python(values)

@@ -10,7 +10,7 @@ from megalith.spec.model import AttentionSpec, BlockSpec, MlpSpec, ModelSpec, No
 
 
 class Bloom(OwnPartsSpec):
-    """Sizes of a BLOOM: a GPT whose positions are biases of the scores (ALiBi), and whose embeddings are normalised (BigScience 2022,
+    """Sizes of a BLOOM: a GPT with ALiBi position biases on the attention scores and a norm after the embedding (BigScience 2022,
     arXiv:2211.05100, section 3.2)."""
 
     family: Literal["bloom"] = "bloom"
@@ -22,14 +22,17 @@ class Bloom(OwnPartsSpec):
     ffn: PositiveInt | None = None
     vocab: PositiveInt
     context: Annotated[
-        int, Field(gt=0, le=65_536, description="longest sequence, in tokens; bf16 ALiBi needs it to be small")
+        int,
+        Field(
+            gt=0, le=65_536, description="longest sequence, in tokens; limited because ALiBi's distances lose precision in bf16"
+        ),
     ] = 2048
     norm_eps: PositiveFloat = 1e-5
     tied: bool = True
     init_std: PositiveFloat = 0.02
 
     def build(self) -> ModelSpec:
-        """The model as a tuple of parts; `ffn` is 4 dim unless given."""
+        """The model as a tuple of parts; `ffn` is 4 * `dim` unless given."""
         norm = NormSpec(kind="layer", eps=self.norm_eps, bias=True)
         block = BlockSpec(
             attention=AttentionSpec(
@@ -46,5 +49,5 @@ class Bloom(OwnPartsSpec):
         return model_of(self, (block,) * self.layers, norm, embedding_norm=norm)
 
     def small(self, layers: int, unit: int, heads_unit: int) -> Self:
-        """Return the family in small sizes (`common.shrunk`); heads are multiples of `heads_unit`."""
+        """Return a small model of this family (`common.shrunk`), with a multiple of `heads_unit` heads."""
         return shrunk(self, layers=layers, unit=unit, heads=heads_unit, head_dim=8, ffn=multiple(48, unit))

@@ -1,4 +1,4 @@
-"""Common code of families: fields that mean the same in each, the end of `build`, and the small form."""
+"""Common code of model families: fields with the same meaning in each, helpers of `build`, and helpers of `small`."""
 
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Protocol, TypeVar
@@ -20,10 +20,12 @@ from megalith.spec.model import (
     RouterSpec,
 )
 
-Active = Annotated[PositiveInt, Field(description="experts a token goes to")]
+Active = Annotated[PositiveInt, Field(description="number of experts that each token goes to")]
 ExpertWidth = Annotated[PositiveInt, Field(description="width of one expert")]
 BalanceWeight = Annotated[NonNegativeFloat, Field(description="weight of the load-balancing loss")]
-BalanceSet = Annotated[Literal["sequence", "batch", "global"], Field(description="tokens over which load is measured")]
+BalanceSet = Annotated[
+    Literal["sequence", "batch", "global"], Field(description="set of tokens over which the experts' load is measured")
+]
 ZWeight = Annotated[NonNegativeFloat, Field(description="weight of the router z-loss")]
 Balanced = Annotated[
     bool,
@@ -66,7 +68,7 @@ class Attends(Protocol):
 
 
 class Chooses(Protocol):
-    """Keys of a family with experts in which every combination of experts may be chosen."""
+    """Keys of a family with experts, whose router may choose any combination of them."""
 
     @property
     def active(self) -> int: ...
@@ -91,8 +93,8 @@ def model_of(
     softcap: float | None = None,
     ahead: MtpSpec | None = None,
 ) -> ModelSpec:
-    """Build the model of these blocks, an embedding and a head with `norm`; the other arguments are fields of EmbeddingSpec
-    and HeadSpec. The model has the multipliers of its parametrization, and the user's own parts."""
+    """Build a model from `blocks`, an embedding, and a head with `norm`; the other arguments are fields of EmbeddingSpec and
+    HeadSpec. Also apply the multipliers of the model's parametrization, and insert the user's own parts."""
     if isinstance(sizes, OwnPartsSpec) and (sizes.attention or sizes.mlp or sizes.norm):
         blocks, norm = replaced(blocks, sizes), own_norm(norm, sizes)
     model = ModelSpec(
@@ -110,7 +112,7 @@ def model_of(
 
 
 def attention_of(sizes: Attends, **own: Any) -> AttentionSpec:
-    """The attention with the sizes of a family; `own` are fields that only some families set."""
+    """The attention with a family's sizes; `own` has the values of further AttentionSpec fields."""
     return AttentionSpec.model_validate(
         {
             "heads": sizes.heads,
@@ -123,33 +125,34 @@ def attention_of(sizes: Attends, **own: Any) -> AttentionSpec:
 
 
 def router_of(sizes: Spec, **own: Any) -> RouterSpec:
-    """The router with the fields that a family has under the same names; `own` are the other fields."""
+    """The router with the values of a family's fields that have the same names; `own` has the values of other RouterSpec
+    fields."""
     same = {name: getattr(sizes, name) for name in RouterSpec.model_fields if name in type(sizes).model_fields}
     return RouterSpec.model_validate(same | own)
 
 
 def shrunk(family: Family, *, layers: int, unit: int, **own: Any) -> Family:
-    """The same family with every size just large enough to be split; widths are multiples of `unit`. `own` are sizes that
-    only some families have."""
+    """Return a model of the same family, with every size just large enough to be split; widths are multiples of `unit`. `own` has
+    the values of the family's other sizes."""
     common = {"layers": layers, "dim": multiple(32, unit), "vocab": multiple(96, unit), "context": 64}
     return family.model_copy(update=common | own)
 
 
 def few_heads(heads: int, kv_heads: int | None, *, unit: int) -> dict[str, int]:
-    """A small number of heads for `unit` ranks that split heads. Attention stays multi-head, grouped-query or multi-query. If
-    `unit` is a multiple of the number of key heads, that number stays, and ranks share key heads."""
+    """Return small numbers of heads that `unit` ranks can split. Attention stays multi-head, grouped-query or multi-query. If
+    `unit` is a multiple of `kv_heads`, grouped-query and multi-query attention keep `kv_heads`, and ranks share key heads."""
     grouped = kv_heads is not None and kv_heads < heads
     few = kv_heads is not None and (grouped or kv_heads == 1) and unit % kv_heads == 0
     return {"heads": unit * (2 if grouped else 1), "kv_heads": kv_heads if kv_heads and few else unit, "head_dim": 8}
 
 
 def multiple(least: int, of: int) -> int:
-    """The smallest multiple of `of` that is not below `least`."""
+    """The smallest multiple of `of` that is at least `least`."""
     return -(-least // of) * of
 
 
 def enough_experts(sizes: Choosing) -> Choosing:
-    """A family's validator: raises ValueError if a token would go to more experts than there are."""
+    """A family's validator: raises ValueError if a token would go to more experts than the layer has."""
     if sizes.active > sizes.experts:
-        raise ValueError(f"active = {sizes.active} of {sizes.experts} experts: give at most {sizes.experts}")
+        raise ValueError(f"active = {sizes.active}, but a layer has only {sizes.experts} experts: give at most {sizes.experts}")
     return sizes

@@ -20,11 +20,11 @@ from megalith.spec.model import (
 
 
 class DeepSeek(ParametrizedSpec):
-    """Sizes of a DeepSeek: latent attention and, after the first layers, fine-grained experts beside shared ones.
+    """Sizes of a DeepSeek: latent attention and, in all but the first layers, many small routed experts beside shared experts.
 
-    V2 (DeepSeek-AI 2024, arXiv:2405.04434) scores experts by softmax, and a group by its best expert. V3 (arXiv:2412.19437)
-    scores experts by sigmoid, and a group by its best two; a bias replaces most of the balance loss; it has multi-token
-    prediction. Kimi K2 (arXiv:2507.20534) is a wider V3 without groups.
+    V2 (DeepSeek-AI 2024, arXiv:2405.04434) scores experts by softmax, and a group of experts by the best expert in it. V3
+    (arXiv:2412.19437) scores experts by sigmoid, and a group by the sum of its best two experts; a bias of the scores replaces
+    most of the balance loss. V3 also has multi-token prediction. Kimi K2 (arXiv:2507.20534) is a wider V3 without groups.
     """
 
     family: Literal["deepseek"] = "deepseek"
@@ -35,7 +35,10 @@ class DeepSeek(ParametrizedSpec):
     )
     dim: PositiveInt
     heads: PositiveInt
-    q_rank: PositiveInt | None = Field(default=None, description="width of the queries' latent; none: queries straight from x")
+    q_rank: PositiveInt | None = Field(
+        default=None,
+        description="width of the latent vector from which queries are computed; none: queries are computed from x directly",
+    )
     kv_rank: PositiveInt = 512
     nope_dim: PositiveInt = Field(default=128, description="channels of a head's queries and keys that are not rotated")
     rope_dim: PositiveInt = Field(default=64, description="channels of a head's queries and keys that are rotated")
@@ -43,19 +46,21 @@ class DeepSeek(ParametrizedSpec):
     ffn: PositiveInt
     experts: PositiveInt
     expert_ffn: ExpertWidth
-    shared_experts: NonNegativeInt = Field(default=1, description="experts every token goes through")
-    active: PositiveInt = Field(description="routed experts a token goes to")
+    shared_experts: NonNegativeInt = Field(default=1, description="number of experts that every token goes through")
+    active: PositiveInt = Field(description="number of routed experts that each token goes to")
     scores: Literal["softmax", "sigmoid"] = "sigmoid"
-    normalise: bool = Field(default=True, description="the chosen experts' weights sum to 1")
-    routed_scale: PositiveFloat = Field(default=1.0, description="factor of the chosen experts' weights")
+    normalise: bool = Field(default=True, description="divide the weights of a token's experts by their sum")
+    routed_scale: PositiveFloat = Field(
+        default=1.0, description="factor by which the weights of a token's experts are multiplied"
+    )
     groups: PositiveInt = 1
     active_groups: PositiveInt = 1
     group_score: Literal["max", "top2"] = "top2"
-    bias_rate: NonNegativeFloat = Field(default=0.0, description="step of the auxiliary-loss-free bias")
+    bias_rate: NonNegativeFloat = Field(default=0.0, description="change of the auxiliary-loss-free bias in each step")
     balance_weight: NonNegativeFloat = Field(default=0.0, description="weight of the sequence-wise balance loss")
     balanced: Balanced = False
     ahead: NonNegativeInt = Field(
-        default=0, description="depth of multi-token prediction (MTP): tokens predicted after the next one"
+        default=0, description="depth of multi-token prediction (MTP): number of tokens predicted after the next one"
     )
     ahead_weight: PositiveFloat = Field(default=0.3, description="weight of the mean of the losses of multi-token prediction")
     vocab: PositiveInt
@@ -68,16 +73,19 @@ class DeepSeek(ParametrizedSpec):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        """Raises ValueError with every size that contradicts another."""
         problems: list[str] = []
         if self.dense_layers > self.layers:
-            problems.append(f"dense_layers = {self.dense_layers} of {self.layers} layers: give at most {self.layers}")
+            problems.append(
+                f"dense_layers = {self.dense_layers}, but the model has only {self.layers} layers: give at most {self.layers}"
+            )
         if self.rope_dim % 2:
-            problems.append(f"rope_dim = {self.rope_dim} is odd, and channels turn in pairs: give an even one")
+            problems.append(f"rope_dim = {self.rope_dim} is odd, but channels are rotated in pairs: give an even number")
         if self.experts % self.groups:
             problems.append(f"groups = {self.groups} does not divide experts = {self.experts}")
         if self.active_groups > self.groups:
-            problems.append(f"active_groups = {self.active_groups} of {self.groups} groups: give at most {self.groups}")
+            problems.append(
+                f"active_groups = {self.active_groups}, but there are only {self.groups} groups: give at most {self.groups}"
+            )
         reach = self.experts // self.groups * min(self.active_groups, self.groups)
         if self.active > reach:
             problems.append(
@@ -110,7 +118,8 @@ class DeepSeek(ParametrizedSpec):
         return model_of(self, blocks, norm, ahead=ahead)
 
     def _experts(self) -> MoeSpec:
-        """Return the experts. One expert of their joint width stands for the shared experts, which computes the same."""
+        """Return the spec of the experts. One expert with the summed width of the shared experts replaces them, because it
+        computes the same function."""
         return MoeSpec(
             experts=self.experts,
             hidden=self.expert_ffn,
@@ -119,7 +128,7 @@ class DeepSeek(ParametrizedSpec):
         )
 
     def small(self, layers: int, unit: int, heads_unit: int) -> Self:
-        """Return the family in small sizes (`common.shrunk`); heads are multiples of `heads_unit`."""
+        """Return a small model of this family (`common.shrunk`), with a multiple of `heads_unit` heads."""
         grouped, scaling = self.groups > 1, self.rope_scaling
         return shrunk(
             self,

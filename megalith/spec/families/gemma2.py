@@ -11,9 +11,9 @@ from megalith.spec.model import BlockSpec, MlpSpec, ModelSpec, NormSpec
 
 
 class Gemma2(OwnPartsSpec):
-    """Sizes of a Gemma 2: the first layer and every second one after it attend to a window; scores and logits are capped;
-    attention and MLP have a norm before and after them, whose weights are stored minus one; GeGLU (Gemma Team 2024,
-    arXiv:2408.00118, section 2)."""
+    """Sizes of a Gemma 2 (Gemma Team 2024, arXiv:2408.00118, section 2). The first layer and every second layer after it attend
+    only to a window of tokens. Attention scores and logits are capped. Attention and the GeGLU MLP have a norm before and a norm
+    after them; a norm's stored weight is the weight minus one."""
 
     family: Literal["gemma2"] = "gemma2"
     name: str = "gemma2"
@@ -35,7 +35,8 @@ class Gemma2(OwnPartsSpec):
     init_std: PositiveFloat = 0.02
 
     def build(self) -> ModelSpec:
-        """The model as a tuple of parts. Scores are scaled by 1 / sqrt(query_scalar); query_scalar is head_dim unless given."""
+        """The model as a tuple of parts. Attention scores are scaled by 1 / sqrt(query_scalar); query_scalar is head_dim unless
+        given."""
         norm = NormSpec(eps=self.norm_eps, offset=True)
 
         def block(window: int | None) -> BlockSpec:
@@ -53,7 +54,7 @@ class Gemma2(OwnPartsSpec):
         return model_of(self, blocks, norm, embedding_scale=sqrt(self.dim), softcap=self.logit_softcap)
 
     def small(self, layers: int, unit: int, heads_unit: int) -> Self:
-        """Return the family in small sizes (`common.shrunk`); heads are multiples of `heads_unit`. The window is
+        """Return a small model of this family (`common.shrunk`), with a multiple of `heads_unit` heads. The attention window is
         shorter than the shortest sequence, so that it has an effect."""
         own = {"query_scalar": 12, "window": 9, "ffn": multiple(48, unit)}
         return shrunk(self, layers=layers, unit=unit, **own, **few_heads(self.heads, self.kv_heads, unit=heads_unit))

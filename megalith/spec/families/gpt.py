@@ -30,7 +30,7 @@ class Gpt(OwnPartsSpec):
     init_std: PositiveFloat = 0.02
 
     def build(self) -> ModelSpec:
-        """The model as a tuple of parts; `ffn` is 4 dim unless given."""
+        """The model as a tuple of parts; `ffn` is 4 * `dim` unless given."""
         norm = NormSpec(kind="layer", eps=self.norm_eps, bias=True)
         block = BlockSpec(
             attention=AttentionSpec(
@@ -46,5 +46,5 @@ class Gpt(OwnPartsSpec):
         return model_of(self, (block,) * self.layers, norm, positions=self.context)
 
     def small(self, layers: int, unit: int, heads_unit: int) -> Self:
-        """Return the family in small sizes (`common.shrunk`); heads are multiples of `heads_unit`."""
+        """Return a small model of this family (`common.shrunk`), with a multiple of `heads_unit` heads."""
         return shrunk(self, layers=layers, unit=unit, heads=heads_unit, head_dim=8, ffn=multiple(48, unit))

@@ -24,8 +24,8 @@ from megalith.spec.model import BlockSpec, ModelSpec, MoeSpec, NormSpec
 
 class Grok(ParametrizedSpec):
     """Sizes of a Grok-1 (xAI 2024, released model.py and run.py): norms before and after attention and experts, capped attention
-    scores, GeGLU experts weighted by the softmax over all experts, and factors on embeddings and logits. The published files do
-    not show how loads were balanced; the user chooses `balance_weight`."""
+    scores, GeGLU experts weighted by the softmax over all experts, and constant factors of the embeddings and the logits. The
+    published files do not show how loads were balanced; the user chooses `balance_weight`."""
 
     family: Literal["grok"] = "grok"
     name: str = "grok"
@@ -40,8 +40,10 @@ class Grok(ParametrizedSpec):
     balance_weight: BalanceWeight = 0.0
     balanced: Balanced = False
     attention_softcap: PositiveFloat | None = 30.0
-    embedding_scale: PositiveFloat | None = Field(default=None, description="factor of the embeddings; none: sqrt(dim)")
-    output_scale: PositiveFloat = Field(default=1 / sqrt(3), description="factor of the logits")
+    embedding_scale: PositiveFloat | None = Field(
+        default=None, description="factor by which embeddings are multiplied; none: sqrt(dim)"
+    )
+    output_scale: PositiveFloat = Field(default=1 / sqrt(3), description="factor by which logits are multiplied")
     vocab: PositiveInt
     context: PositiveInt = 8192
     rope_theta: PositiveFloat = 10_000.0
@@ -69,6 +71,6 @@ class Grok(ParametrizedSpec):
         return model_of(self, (block,) * self.layers, norm, embedding_scale=scale, output_scale=self.output_scale)
 
     def small(self, layers: int, unit: int, heads_unit: int) -> Self:
-        """Return the family in small sizes (`common.shrunk`); heads are multiples of `heads_unit`."""
+        """Return a small model of this family (`common.shrunk`), with a multiple of `heads_unit` heads."""
         own = {"ffn": multiple(24, unit), "experts": multiple(4, unit), "active": min(self.active, 2)}
         return shrunk(self, layers=layers, unit=unit, **own, **few_heads(self.heads, self.kv_heads, unit=heads_unit))

@@ -1,4 +1,4 @@
-"""The Llama family as a user writes it (`[model]` in a run file): a few sizes, from which every part follows."""
+"""The Llama family as a user writes it (`[model]` in a run file): a few sizes, which determine every part of the model."""
 
 from typing import Literal, Self
 
@@ -42,7 +42,7 @@ class Llama(OwnPartsSpec):
         return model_of(self, (block,) * self.layers, block.norm)
 
     def small(self, layers: int, unit: int, heads_unit: int) -> Self:
-        """Return the family in small sizes (`common.shrunk`); heads are multiples of `heads_unit`."""
+        """Return a small model of this family (`common.shrunk`), with a multiple of `heads_unit` heads."""
         return shrunk(
             self, layers=layers, unit=unit, ffn=multiple(48, unit), **few_heads(self.heads, self.kv_heads, unit=heads_unit)
         )

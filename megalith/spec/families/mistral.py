@@ -1,4 +1,4 @@
-"""The Mistral family, its dense models, as a user writes it (`[model] family = "mistral"`)."""
+"""The dense models of the Mistral family, as a user writes them (`[model] family = "mistral"`)."""
 
 from typing import Literal, Self
 
@@ -24,7 +24,8 @@ class Mistral(OwnPartsSpec):
     vocab: PositiveInt
     context: PositiveInt = 32768
     window: PositiveInt | None = Field(
-        default=None, description="number of last tokens that a token attends to, itself included; default: all"
+        default=None,
+        description="number of tokens that a token attends to: itself and those directly before it; default: all tokens before it",
     )
     rope_theta: PositiveFloat = 10_000.0
     rope_scaling: Scaling | None = None
@@ -42,7 +43,7 @@ class Mistral(OwnPartsSpec):
         return model_of(self, (block,) * self.layers, block.norm)
 
     def small(self, layers: int, unit: int, heads_unit: int) -> Self:
-        """Return the family in small sizes (`common.shrunk`); heads are multiples of `heads_unit`. The window is
+        """Return a small model of this family (`common.shrunk`), with a multiple of `heads_unit` heads. The attention window is
         shorter than the shortest sequence, so that it has an effect."""
         own = {"window": self.window and 9, "ffn": multiple(48, unit)}
         return shrunk(self, layers=layers, unit=unit, **own, **few_heads(self.heads, self.kv_heads, unit=heads_unit))

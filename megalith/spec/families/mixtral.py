@@ -63,7 +63,7 @@ class Mixtral(ParametrizedSpec):
         return model_of(self, (block,) * self.layers, norm)
 
     def small(self, layers: int, unit: int, heads_unit: int) -> Self:
-        """Return the family in small sizes (`common.shrunk`); heads are multiples of `heads_unit`."""
+        """Return a small model of this family (`common.shrunk`), with a multiple of `heads_unit` heads."""
         own = {
             "window": self.window and 9,
             "ffn": multiple(24, unit),

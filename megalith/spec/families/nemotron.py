@@ -10,9 +10,9 @@ from megalith.spec.model import BlockSpec, MlpSpec, ModelSpec, NormSpec
 
 
 class Nemotron(OwnPartsSpec):
-    """Sizes of a Nemotron-4: grouped-query attention with rotary positions on a share of each head's channels, squared ReLU
-    without a gate, and LayerNorm whose weights are stored minus one (Parmar et al. 2024, arXiv:2402.16819, section 2; NVIDIA
-    2024, arXiv:2406.11704)."""
+    """Sizes of a Nemotron-4: grouped-query attention with rotary positions on a share of each head's channels, MLPs with squared
+    ReLU and no gate, and LayerNorms whose stored weights are the weights minus one (Parmar et al. 2024, arXiv:2402.16819, section
+    2; NVIDIA 2024, arXiv:2406.11704)."""
 
     family: Literal["nemotron"] = "nemotron"
     name: str = "nemotron"
@@ -25,7 +25,7 @@ class Nemotron(OwnPartsSpec):
     vocab: PositiveInt
     context: PositiveInt = 4096
     rope_theta: PositiveFloat = 10_000.0
-    rotated: Annotated[float, Field(gt=0, le=1, description="share of a head's channels that rotary positions turn")] = 0.5
+    rotated: Annotated[float, Field(gt=0, le=1, description="share of a head's channels that are rotated by position")] = 0.5
     norm_eps: PositiveFloat = 1e-5
     tied: bool = False
     init_std: PositiveFloat = 0.02
@@ -42,7 +42,7 @@ class Nemotron(OwnPartsSpec):
         return model_of(self, (block,) * self.layers, norm)
 
     def small(self, layers: int, unit: int, heads_unit: int) -> Self:
-        """Return the family in small sizes (`common.shrunk`); heads are multiples of `heads_unit`."""
+        """Return a small model of this family (`common.shrunk`), with a multiple of `heads_unit` heads."""
         return shrunk(
             self, layers=layers, unit=unit, ffn=multiple(48, unit), **few_heads(self.heads, self.kv_heads, unit=heads_unit)
         )

@@ -24,38 +24,43 @@ from megalith.spec.model import AttentionSpec, BlockSpec, MambaSpec, MlpSpec, Mo
 
 
 class NemotronH(ParametrizedSpec):
-    """Sizes of a Nemotron-H (NVIDIA 2025, arXiv:2504.03624; with experts: Nemotron 3 Nano, arXiv:2512.20848). Each layer is
-    one half of a transformer block. Attention has no position encoding. Experts have squared ReLU and the routing of
-    DeepSeek-V3."""
+    """Sizes of a Nemotron-H (NVIDIA 2025, arXiv:2504.03624), or of a Nemotron 3 Nano, which also has experts (arXiv:2512.20848).
+    Each layer is either a mixer or an MLP, which is one half of a transformer block. Attention has no position encoding. Experts
+    use squared ReLU, and tokens are routed as in DeepSeek-V3."""
 
     family: Literal["nemotron_h"] = "nemotron_h"
     name: str = "nemotron_h"
     layers: PositiveInt
     pattern: str = Field(
         pattern=r"^[M*E-]+$",
-        description="one letter for each layer: M is Mamba-2, * attention, E experts, - an MLP; the pattern is repeated to fill all layers",
+        description="one letter for each layer (M for Mamba-2, * for attention, E for experts, - for an MLP); the pattern is repeated to "
+        "fill all layers",
     )
     dim: PositiveInt
     mamba_heads: PositiveInt
     mamba_head_dim: PositiveInt = 64
     state: PositiveInt = Field(default=128, description="channels of Mamba-2's state")
     mamba_groups: PositiveInt = Field(default=8, description="groups of Mamba-2's heads")
-    conv: PositiveInt = Field(default=4, description="tokens that Mamba-2's convolution sees")
+    conv: PositiveInt = Field(default=4, description="number of tokens in the window of Mamba-2's convolution")
     chunk: PositiveInt = Field(
-        default=128, description="tokens that Mamba-2 computes at once; the result is the same for any number"
+        default=128, description="number of tokens that Mamba-2 computes at once; it does not change the result"
     )
     heads: PositiveInt
     kv_heads: PositiveInt = 2
     head_dim: PositiveInt = 128
     ffn: PositiveInt = Field(default=1856, description="width of an MLP")
     expert_ffn: ExpertWidth = 1856
-    shared_ffn: NonNegativeInt = Field(default=3712, description="width of the expert every token goes through; 0: none")
+    shared_ffn: NonNegativeInt = Field(
+        default=3712, description="width of the shared expert, which every token goes through; 0: no shared expert"
+    )
     experts: PositiveInt = 128
     active: Active = 6
     scores: Literal["softmax", "sigmoid"] = "sigmoid"
-    normalise: bool = Field(default=True, description="the chosen experts' weights sum to 1")
+    normalise: bool = Field(default=True, description="divide the weights of a token's experts by their sum")
     routed_scale: PositiveFloat = 2.5
-    bias_rate: NonNegativeFloat = Field(default=0.001, description="step of the auxiliary-loss-free bias; 0: no bias")
+    bias_rate: NonNegativeFloat = Field(
+        default=0.001, description="change of the auxiliary-loss-free bias in each step; 0: no bias"
+    )
     balance_weight: BalanceWeight = 0.0001
     balance_set: BalanceSet = "sequence"
     z_weight: ZWeight = 0.0
@@ -89,7 +94,8 @@ class NemotronH(ParametrizedSpec):
         return model_of(self, (kinds[kind] for kind in islice(cycle(self.pattern), self.layers)), norm)
 
     def small(self, layers: int, unit: int, heads_unit: int) -> Self:
-        """Return the family in small sizes (`common.shrunk`); heads are multiples of `heads_unit`, and each kind of layer comes early."""
+        """Return a small model of this family (`common.shrunk`), with a multiple of `heads_unit` heads. The pattern has each kind
+        of layer once."""
         own = {
             "pattern": "".join(dict.fromkeys(self.pattern)), "mamba_heads": 2 * heads_unit, "mamba_head_dim": 8,
             "mamba_groups": heads_unit, "state": multiple(8, unit), "chunk": 8, "ffn": multiple(48, unit),

@@ -10,17 +10,17 @@ from megalith.spec.parts import OwnPart
 
 
 class OwnPartsSpec(ParametrizedSpec):
-    """A family whose blocks all have attention and a dense MLP."""
+    """A family whose blocks all have attention and a dense MLP, which the user's own modules can replace."""
 
-    attention: OwnPart | None = Field(default=None, description="own attention of every block, `module:object`")
-    mlp: OwnPart | None = Field(default=None, description="own MLP of every block, `module:object`")
+    attention: OwnPart | None = Field(default=None, description="your own attention module for every block, as `module:object`")
+    mlp: OwnPart | None = Field(default=None, description="your own MLP module for every block, as `module:object`")
     norm: OwnPart | None = Field(
-        default=None, description="own module for all norms of blocks and the final norm, `module:object`"
+        default=None, description="your own norm module for every block and for the final norm, as `module:object`"
     )
 
 
 def replaced(blocks: Iterable[BlockSpec], sizes: OwnPartsSpec) -> Iterator[BlockSpec]:
-    """Yield the blocks with the own parts that the sizes name. Blocks that share one object share one again."""
+    """Yield the blocks with the user's own parts that `sizes` names. Blocks that are the same object stay the same object."""
     known: dict[int, tuple[BlockSpec, BlockSpec]] = {}
     for block in blocks:
         if id(block) not in known:
@@ -29,7 +29,7 @@ def replaced(blocks: Iterable[BlockSpec], sizes: OwnPartsSpec) -> Iterator[Block
 
 
 def own_norm(norm: NormSpec, sizes: OwnPartsSpec) -> NormSpec:
-    """Return the norm with the own module that the sizes name."""
+    """Return the norm with the user's own module that `sizes` names, if any."""
     return norm.model_copy(update={"own": sizes.norm})
 
 

@@ -30,7 +30,7 @@ class Palm(OwnPartsSpec):
     init_std: PositiveFloat = 0.02
 
     def build(self) -> ModelSpec:
-        """The model as a tuple of parts; `ffn` is 4 dim unless given. Embeddings start with unit variance, because nothing
+        """The model as a tuple of parts; `ffn` is 4 * `dim` unless given. Embeddings start with unit variance, because nothing
         normalises them; the logits are therefore scaled by 1 / sqrt(dim) (section 5)."""
         norm = NormSpec(kind="layer", eps=self.norm_eps)
         block = BlockSpec(
@@ -42,7 +42,7 @@ class Palm(OwnPartsSpec):
         return model_of(self, (block,) * self.layers, norm, embedding_std=1.0, output_scale=1 / sqrt(self.dim))
 
     def small(self, layers: int, unit: int, heads_unit: int) -> Self:
-        """Return the family in small sizes (`common.shrunk`); heads are multiples of `heads_unit`."""
+        """Return a small model of this family (`common.shrunk`), with a multiple of `heads_unit` heads."""
         return shrunk(
             self, layers=layers, unit=unit, ffn=multiple(48, unit), **few_heads(self.heads, self.kv_heads, unit=heads_unit)
         )

@@ -2,18 +2,19 @@
 holds for a large one. No torch.
 
 `mup` is the maximal update parametrization (Yang et al. 2022, "Tensor Programs V", arXiv:2203.03466, table 8); `completep` also
-scales the two halves of each block with the depth (Dey et al. 2025, arXiv:2505.01618, table 1, alpha = 1). Both equal `standard`
-at the base sizes. Let m be the width divided by the base width, and l the depth divided by the base depth:
+scales the two halves of each block with the depth (Dey et al. 2025, arXiv:2505.01618, table 1, alpha = 1). A model of the base
+sizes is the same under `mup`, `completep` and `standard`. Let m be the width divided by the base width, and l the depth divided
+by the base depth:
 
     first weights of hidden matrices    standard deviation x m^-1/2
     logits                              x 1/m
     each half of a block                x 1/l                            (completep)
     scores of attention                 proportional to 1/head_dim, not to 1/sqrt(head_dim), where base_head_dim is given
     learning rate of hidden matrices    x m^-1 for Adam's kind of update, x m^-1/2 for an orthogonal one (`optimizers.Kind.width`)
-    weight decay of hidden matrices     x the inverse, so that it takes the same share of a weight in each update
+    weight decay of hidden matrices     x the inverse of the learning rate's factor, so that their product stays the same
     Adam's epsilon                      x 1/m, and x 1/l in blocks       (completep)
 
-Hidden matrices are all matrices that map a width to a width, including experts and routers, but not embeddings and the output.
+Hidden matrices are all matrices, including experts and routers, except embeddings and the output projection.
 """
 
 from functools import cache
@@ -29,10 +30,11 @@ Parametrization = Literal["standard", "mup", "completep"]
 
 
 class ParametrizedSpec(Spec):
-    """A family of models whose sizes may differ from those at which its learning rates were tuned."""
+    """A family of models whose learning rates may have been tuned on a model of other sizes."""
 
     parametrization: Parametrization = Field(
-        default="standard", description="how first weights, multipliers and learning rates follow the sizes"
+        default="standard",
+        description="rule by which initial weights, multipliers and learning rates depend on the model's sizes",
     )
     base_dim: PositiveInt | None = Field(
         default=None, description="mup, completep: the model width at which the parametrization equals `standard`"
@@ -42,11 +44,13 @@ class ParametrizedSpec(Spec):
     )
     base_head_dim: PositiveInt | None = Field(
         default=None,
-        description="mup, completep: the head_dim at which scores equal `standard`; none: only the number of heads grows",
+        description="mup, completep: the head_dim at which attention scores have the scale of `standard`; none: they have it "
+        "at any head_dim",
     )
 
     def scaling(self, dim: int, layers: int) -> Growth:
-        """Return the model's sizes divided by those of the base. Without a base, which `check` refuses, the ratios are 1."""
+        """Return the model's sizes divided by the base sizes. If a base size is missing, which `check` refuses, its ratio is
+        1."""
         if self.parametrization == "standard":
             return Growth()
         deep = self.parametrization == "completep" and self.base_layers
@@ -58,8 +62,7 @@ class ParametrizedSpec(Spec):
 
 
 def applied(model: ModelSpec, sizes: ParametrizedSpec) -> ModelSpec:
-    """Return the model with the multipliers that its parametrization gives for its sizes. A model with the base sizes is
-    unchanged."""
+    """Return the model with the multipliers of its parametrization. A model with the base sizes is returned unchanged."""
     scaling = sizes.scaling(model.dim, len(model.blocks))
     if scaling == Growth():
         return model
@@ -84,5 +87,6 @@ def _block(block: BlockSpec, scaling: Growth, base_head_dim: int | None) -> Bloc
 
 
 def is_hidden(parameter: Parameter) -> bool:
-    """Return True for a matrix that maps a width to a width. Its name is the one in the whole model."""
+    """Return True for every matrix but embeddings and the output projection. `parameter` must have its name in the whole
+    model."""
     return parameter.role in ("matrix", "experts") and parameter.name != "head.output.weight"

@@ -1,4 +1,4 @@
-"""The Qwen2 and Qwen2.5 family, its dense models, as a user writes it (`[model] family = "qwen2"`)."""
+"""The dense models of the Qwen2 and Qwen2.5 families, as a user writes them (`[model] family = "qwen2"`)."""
 
 from typing import Literal, Self
 
@@ -39,7 +39,7 @@ class Qwen2(OwnPartsSpec):
         return model_of(self, (block,) * self.layers, block.norm)
 
     def small(self, layers: int, unit: int, heads_unit: int) -> Self:
-        """Return the family in small sizes (`common.shrunk`); heads are multiples of `heads_unit`."""
+        """Return a small model of this family (`common.shrunk`), with a multiple of `heads_unit` heads."""
         return shrunk(
             self, layers=layers, unit=unit, ffn=multiple(48, unit), **few_heads(self.heads, self.kv_heads, unit=heads_unit)
         )

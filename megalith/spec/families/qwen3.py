@@ -1,4 +1,4 @@
-"""The Qwen3 family, its dense models, as a user writes it (`[model] family = "qwen3"`)."""
+"""The dense models of the Qwen3 family, as a user writes them (`[model] family = "qwen3"`)."""
 
 from typing import Literal, Self
 
@@ -38,7 +38,7 @@ class Qwen3(OwnPartsSpec):
         return model_of(self, (block,) * self.layers, norm)
 
     def small(self, layers: int, unit: int, heads_unit: int) -> Self:
-        """Return the family in small sizes (`common.shrunk`); heads are multiples of `heads_unit`."""
+        """Return a small model of this family (`common.shrunk`), with a multiple of `heads_unit` heads."""
         return shrunk(
             self, layers=layers, unit=unit, ffn=multiple(48, unit), **few_heads(self.heads, self.kv_heads, unit=heads_unit)
         )

@@ -1,4 +1,4 @@
-"""The Qwen3 family's mixtures of experts, as a user writes them (`[model] family = "qwen3_moe"`)."""
+"""The mixture-of-experts models of the Qwen3 family, as a user writes them (`[model] family = "qwen3_moe"`)."""
 
 from typing import Literal, Self
 
@@ -24,8 +24,9 @@ from megalith.spec.model import BlockSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec
 
 
 class Qwen3Moe(ParametrizedSpec):
-    """Sizes of a Qwen3 with many small experts and no shared one; loads are balanced over the global batch (Qwen Team 2025,
-    arXiv:2505.09388, section 2; Qiu et al. 2025, arXiv:2501.11873): here, that of the step before."""
+    """Sizes of a Qwen3 with many small experts and no shared expert (Qwen Team 2025, arXiv:2505.09388, section 2). By default,
+    experts' loads are balanced over a whole global batch (Qiu et al. 2025, arXiv:2501.11873), which is the batch of the previous
+    step."""
 
     family: Literal["qwen3_moe"] = "qwen3_moe"
     name: str = "qwen3_moe"
@@ -34,14 +35,14 @@ class Qwen3Moe(ParametrizedSpec):
     heads: PositiveInt
     kv_heads: PositiveInt
     head_dim: PositiveInt = 128
-    ffn: PositiveInt | None = Field(default=None, description="width of the MLP of a layer without experts")
+    ffn: PositiveInt | None = Field(default=None, description="width of the MLP in a layer without experts")
     dense_layers: tuple[NonNegativeInt, ...] = Field(
         default=(), description="indices, from 0, of the layers that have one MLP of width `ffn` and no experts"
     )
     expert_ffn: ExpertWidth
     experts: PositiveInt = 128
     active: Active = 8
-    normalise: bool = Field(default=True, description="the chosen experts' weights sum to 1")
+    normalise: bool = Field(default=True, description="divide the weights of a token's experts by their sum")
     balance_weight: BalanceWeight = 0.0
     balance_set: BalanceSet = "global"
     z_weight: ZWeight = 0.0
@@ -59,7 +60,7 @@ class Qwen3Moe(ParametrizedSpec):
     def _dense_layers_are_there(self) -> Self:
         problems = []
         if self.dense_layers and self.ffn is None:
-            problems.append(f"dense_layers = {list(self.dense_layers)} need the width of their MLP: give ffn")
+            problems.append(f"dense_layers = {list(self.dense_layers)}, but the width of their MLPs is not set: give ffn")
         if beyond := [number for number in self.dense_layers if number >= self.layers]:
             problems.append(
                 f"dense_layers contains {beyond}, but there are {self.layers} layers: give numbers below {self.layers}"
@@ -81,7 +82,7 @@ class Qwen3Moe(ParametrizedSpec):
         return model_of(self, (dense if number in self.dense_layers else block for number in range(self.layers)), norm)
 
     def small(self, layers: int, unit: int, heads_unit: int) -> Self:
-        """Return the family in small sizes (`common.shrunk`); heads are multiples of `heads_unit`."""
+        """Return a small model of this family (`common.shrunk`), with a multiple of `heads_unit` heads."""
         dense = (0,) if self.dense_layers and layers > 1 else ()
         own = {"ffn": multiple(48, unit) if self.ffn else None, "dense_layers": dense}
         own |= {"expert_ffn": multiple(16, unit), "experts": multiple(8, unit), "active": min(self.active, 3)}

@@ -10,14 +10,13 @@ from megalith.spec.model import AttentionSpec, BlockSpec, MlpSpec, ModelSpec, Mo
 
 
 class Switch(ParametrizedSpec):
-    """Sizes of a Switch Transformer as a decoder (Fedus et al. 2022, arXiv:2101.03961): every `every`-th block has experts,
-    and a token goes to the expert with the highest score. An expert takes a limited number of a sequence's tokens; further
-    tokens skip it.
+    """Sizes of a Switch Transformer as a decoder (Fedus et al. 2022, arXiv:2101.03961): every `every`-th block has experts, and a
+    token goes to the expert with the highest score. An expert accepts a limited number of a sequence's tokens; later tokens that
+    chose a full expert pass only through the residual.
 
-    Adapted from the published encoder and decoder: `layers` counts the layers of both, in one causal stack without
-    cross-attention. Rotary positions replace T5's relative biases. Scores are scaled by 1 / sqrt(head_dim), which T5 folds
-    into its initial weights. Capacity is per sequence. The router's input has no jitter, so that a step is a function of its
-    data.
+    The published model has an encoder and a decoder; here their layers form one causal stack of `layers` blocks without
+    cross-attention. Rotary positions replace T5's relative biases. Scores are scaled by 1 / sqrt(head_dim), which T5 folds into
+    its initial weights. Capacity is per sequence. The router adds no noise to its input, so that a step is deterministic.
     """
 
     family: Literal["switch"] = "switch"
@@ -30,7 +29,9 @@ class Switch(ParametrizedSpec):
     gated: bool = False
     activation: Literal["relu", "gelu_tanh"] = "relu"
     experts: PositiveInt
-    every: PositiveInt = Field(default=2, description="size of a group of blocks; the last block of each group has experts")
+    every: PositiveInt = Field(
+        default=2, description="number of blocks in a group; only the last block of each group has experts"
+    )
     capacity: PositiveFloat = Field(
         default=1.25, description="an expert takes at most capacity * seq_len / experts tokens of a sequence"
     )
@@ -46,9 +47,10 @@ class Switch(ParametrizedSpec):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        """Raises ValueError if no block would have experts."""
         if self.every > self.layers:
-            raise ValueError(f"every = {self.every} of {self.layers} layers: no block has experts; give at most {self.layers}")
+            raise ValueError(
+                f"every = {self.every}, but the model has only {self.layers} layers, so no block has experts: give at most {self.layers}"
+            )
         return self
 
     def build(self) -> ModelSpec:
@@ -65,6 +67,6 @@ class Switch(ParametrizedSpec):
         return model_of(self, blocks, norm)
 
     def small(self, layers: int, unit: int, heads_unit: int) -> Self:
-        """Return the family in small sizes (`common.shrunk`); heads are multiples of `heads_unit`."""
+        """Return a small model of this family (`common.shrunk`), with a multiple of `heads_unit` heads."""
         own = {"every": min(self.every, layers), "ffn": multiple(48, unit), "experts": multiple(4, unit)}
         return shrunk(self, layers=layers, unit=unit, heads=heads_unit, head_dim=8, **own)

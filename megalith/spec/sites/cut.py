@@ -1,6 +1,5 @@
-"""Division of a model into fragments for merges: their tensors, their bytes, and the steps after which each is sent. No torch.
-
-A fragment has whole tensors, never a rank's share, so its bytes follow from the run file alone.
+"""Division of a model into the fragments that sites merge: each fragment's tensors, its bytes, and the steps after which it is
+sent. No torch. A fragment has whole tensors, never a rank's share, so its bytes do not depend on the plan.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,18 +11,18 @@ from megalith.spec.sites.table import CHUNK, FULL, SitesSpec
 from megalith.spec.state import Slot
 
 BLOCK = 128
-"""Neighbouring elements of a tensor that share a scale."""
+"""Number of neighbouring elements of a tensor that share a scale."""
 HEAD_BYTES = 40
-"""Bytes of the header of a fragment's differences: a kind, the fragment's number, its step, a request to stop, the site's
-mean loss, the name of the common start, and a length."""
+"""Bytes of the header of a message with a fragment: kind, fragment number, step, request to stop, the site's mean loss, name of
+the common start, and length."""
 VERDICT_BYTES, STEP_BYTES = 76, 8
-"""Bytes of the message that names the merged sites, and of each site's step in it, if merges are asynchronous."""
+"""Bytes of the message that names the merged sites, and further bytes for each site's step, if merges are asynchronous."""
 FRAME_BYTES, FRAME_PAYLOAD = 44, 1 << 20
-"""Bytes that authentication adds to a frame, and the largest payload of a frame."""
+"""Bytes that authentication adds to each frame of a connection, and the largest payload of a frame."""
 
 
 class Piece(NamedTuple):
-    """One unsharded tensor of a fragment, as it is sent."""
+    """Format in which one unsharded tensor of a fragment is sent."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,7 +35,7 @@ class Piece(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """The bytes of the tensor's positions, scales and codes."""
+        """Bytes of the sent elements: their positions (with top_k), scales and codes."""
         if self.top_k is None:
             return encoded_bytes(self.numel, self.bits)
         count = chosen(self.numel, self.top_k)
@@ -44,7 +43,7 @@ class Piece(NamedTuple):
 
     @property
     def loses(self) -> bool:
-        """True if the sent values are not exactly the whole difference."""
+        """True if rounding or top_k changes the sent tensor."""
         return self.bits < FULL or self.top_k is not None
 
 
@@ -57,45 +56,46 @@ class Fragment:
 
     @property
     def bytes(self) -> int:
-        """The bytes of one site's difference, without HEAD_BYTES."""
+        """Bytes of one site's tensors for a merge of the fragment, without HEAD_BYTES."""
         return sum(piece.bytes for piece in self.pieces)
 
 
 def encoded_bytes(numel: int, bits: int) -> int:
-    """Return the bytes of a tensor's difference: one fp32 scale for each block, then the codes, padded to a whole byte."""
+    """Return the bytes of an encoded tensor: one fp32 scale for each BLOCK of elements, then all codes, padded to a whole
+    byte."""
     if bits == FULL:
         return 4 * numel
     return 4 * -(-numel // BLOCK) + -(-numel * bits // 8)
 
 
 def chosen(numel: int, top_k: int) -> int:
-    """Return how many elements of a tensor are sent: `top_k` of each CHUNK, and the same share of the last, shorter chunk,
-    rounded up."""
+    """Return how many elements of a tensor are sent: `top_k` from each CHUNK, and the same share, rounded up, from the last chunk
+    if it is shorter."""
     return numel // CHUNK * top_k + -(-(numel % CHUNK) * top_k // CHUNK)
 
 
 def low_bits(numel: int, count: int) -> int:
-    """Return how many low bits the code of Elias (1974) and Fano (1971) writes unchanged for each of `count` positions in
-    `numel`. It writes the higher bits in unary."""
+    """Return how many low bits of each position the Elias-Fano code (Elias 1974, Fano 1971) stores unchanged, for `count`
+    positions among `numel`. The code stores the higher bits in unary."""
     return max(0, (numel // count).bit_length() - 1) if count else 0
 
 
 def places_bits(numel: int, count: int) -> int:
-    """Return the bits of `count` different positions in `numel`: for each position its low bits and a one, and a zero for
-    each step of the high bits."""
+    """Return the size in bits of the Elias-Fano code of `count` different positions among `numel`."""
     low = low_bits(numel, count)
     return count * (low + 1) + (max(0, numel - 1) >> low)
 
 
 def places_bytes(numel: int, count: int) -> int:
-    """Return the bytes of `count` different positions in `numel`."""
+    """Return the size in bytes of the Elias-Fano code of `count` different positions among `numel`."""
     return -(-places_bits(numel, count) // 8)
 
 
 def fragments(shapes: Mapping[str, tuple[int, ...]], sites: SitesSpec) -> tuple[Fragment, ...]:
-    """Cut a model into fragments of whole parts (embedding, block, head): in order of size, each part is added to the smallest
-    fragment so far. `shapes`: the shape of every merged tensor, by its name in the whole model. A tied tensor has one name, and
-    therefore one fragment. Equal blocks are assigned in turn, like Streaming DiLoCo's strided fragments (section 3.2)."""
+    """Cut a model into fragments of whole parts (embedding, block, head): parts are sorted by size, the largest first, and each
+    one is added to the fragment that is then the smallest. So equal blocks are assigned in turn, like Streaming DiLoCo's strided
+    fragments (section 3.2). `shapes`: the shape of every merged tensor, by its name in the whole model; a tied tensor has one
+    name."""
     parts: dict[str, list[str]] = {}
     for name in shapes:
         parts.setdefault(part_of(name), []).append(name)
@@ -116,15 +116,15 @@ def _piece(name: str, shape: tuple[int, ...], sites: SitesSpec) -> Piece:
 
 
 def wire_bytes(fragment: Fragment) -> int:
-    """Return the bytes that one site sends to another for a fragment, without the overhead below TCP."""
+    """Return the bytes that one site sends to another one in a merge of a fragment, without TCP/IP headers."""
     message = HEAD_BYTES + fragment.bytes
     return message + FRAME_BYTES * -(-message // FRAME_PAYLOAD)
 
 
 def outer_slots(sites: SitesSpec | None) -> tuple[Slot, ...]:
-    """Return the tensors that merges keep for each weight, sharded like the weights: an anchor; with momentum, a velocity;
-    with error feedback, the unsent rest of the differences. Vectors and router biases have fewer tensors, but are counted
-    like other weights."""
+    """Return the slots of the tensors that merges keep for each weight, sharded like the weights: the anchor (the weights of the
+    last merge), the velocity (with outer momentum), and the unsent rest (with error feedback). Vectors and router biases have
+    fewer of these tensors, but are counted like other weights."""
     if sites is None or sites.exchanges_gradients:
         return ()
     names = {"anchor": True, "velocity": sites.momentum > 0, "feedback": sites.feeds_back}
@@ -132,8 +132,8 @@ def outer_slots(sites: SitesSpec | None) -> tuple[Slot, ...]:
 
 
 def verdict_bytes(steps: int = 0) -> int:
-    """Return the bytes that the deciding site sends to each other site in a merge. `steps`: the number of sites whose step
-    the message holds, if merges are asynchronous."""
+    """Return the bytes of the message by which the deciding site names the sites of a merge. `steps`: the number of sites whose
+    step is in the message, if merges are asynchronous."""
     return VERDICT_BYTES + STEP_BYTES * steps + FRAME_BYTES
 
 
@@ -149,8 +149,8 @@ def _order(part: str) -> tuple[str, int]:
 
 
 def sent_after(step: int, sites: SitesSpec) -> Iterator[int]:
-    """Yield the fragments whose differences are taken after `step` steps. Fragment p of P is first taken after (p + 1) H / P
-    steps, rounded down, and then every H steps."""
+    """Yield the fragments that sites send after `step` steps. With P fragments and H inner steps, fragment p is first sent after
+    (p + 1) H / P steps, rounded down, and then every H steps."""
     for number in range(sites.fragments):
         first = (number + 1) * sites.inner_steps // sites.fragments
         if step >= first and (step - first) % sites.inner_steps == 0:

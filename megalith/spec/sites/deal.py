@@ -1,8 +1,6 @@
-"""The samples that each site reads in each step: a pure function of the run file and of the merges that were recorded. No torch.
-
-In an undisturbed run, site i of M reads the i-th part of each step's batch. A site that leaves returns those of its samples
-that no merge contains. Returned samples are assigned first, to the sites that are present, so that no sample is lost or
-counted twice.
+"""The samples that each site reads in each step: a pure function of the run file and of the recorded merges. No torch. If no site
+leaves, site i of M reads the i-th part of each step's batch. When a site leaves, its samples that are not part of any merge are
+returned. Returned samples are assigned to the present sites before new ones, so that no sample is lost or counted twice.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -15,7 +13,8 @@ from megalith.spec.sites.table import part_of_batch
 
 
 class Share(NamedTuple):
-    """The samples that one site reads in one step: `size` of them, from number `first` on, all of one phase."""
+    """The samples that one site reads in one step: `size` consecutive samples from number `first` on, all in one phase of the
+    data."""
 
     first: int
     size: int
@@ -23,27 +22,28 @@ class Share(NamedTuple):
 
 @dataclass
 class Deal:
-    """The assignment of a run's samples so far. `count`: number of sites that divide a step's batch."""
+    """State of the assignment of a run's samples to sites. `count`: number of sites among which a step's batch is divided."""
 
     count: int
     members: dict[int, int]
-    """The sites that train, and the number of finished steps when each joined."""
+    """The sites that train -> the number of finished steps when each of them joined."""
     next: int = 0
     """The first sample that was never assigned."""
     returned: list[Share] = field(default_factory=list)
-    """Returned shares that are not assigned again yet, in order."""
+    """Returned shares that are not yet assigned to another site, in the order of their samples."""
     open: dict[int, list[tuple[int, Share]]] = field(default_factory=dict)
-    """Shares of each site that no merge contains yet, each with the number of steps finished once the share is trained."""
+    """Shares of each site that are not part of a merge yet, each with the number of steps that are finished once the share is
+    trained."""
     shares: tuple[int, ...] = ()
-    """Relative shares of the sites in a step's batch, as in `SitesSpec`; empty: equal shares."""
+    """Relative sizes of the sites' parts of a step's batch (`SitesSpec.shares`); empty: the parts are equal."""
     counted: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """For each fragment in flight, the weight of each site in its merge: the site's share when its samples were assigned."""
+    """For each fragment in flight, the weight of each site in the fragment's merge."""
     backlog: Backlog | None = None
-    """The unmerged differences; None if merges are synchronous."""
+    """Weight differences that were sent but not merged; None if merges are synchronous."""
 
     @classmethod
     def first(cls, count: int, shares: Sequence[int] = (), backlog: Backlog | None = None) -> "Deal":
-        """The state at a run's beginning: all sites are present."""
+        """State at the beginning of a run, with all sites present."""
         return cls(count, dict.fromkeys(range(count), 0), shares=tuple(shares), backlog=backlog)
 
     @property
@@ -57,11 +57,11 @@ class Deal:
         return self.dealt - sum(share.size for shares in self.open.values() for _, share in shares)
 
     def count_in(self, fragment: int) -> tuple[int, ...]:
-        """Return the weight of each site in the merge of a fragment."""
+        """Return the weight of each site in the mean of a fragment's differences."""
         return self.counted.get(fragment, self.shares or (1,) * self.count)
 
     def left(self, total: int) -> int:
-        """Number of samples, of the run's `total`, that are not assigned yet."""
+        """Number of the run's `total` samples that are not assigned yet."""
         return max(0, total - self.next) + sum(share.size for share in self.returned)
 
     def deal(self, step: int, phases: Phases, total: int) -> dict[int, Share]:
@@ -78,25 +78,26 @@ class Deal:
         return found
 
     def send(self, fragment: int, step: int) -> None:
-        """Record that all training sites take their differences of a fragment after `step` steps."""
+        """Record that all training sites send their weight differences of a fragment after `step` steps."""
         self.counted[fragment] = self.count_in(fragment)
         if self.backlog is not None:
             self.backlog.send(fragment, step, self.due(step))
 
     def waiting(self, fragment: int) -> dict[int, tuple[int, ...]]:
-        """Return for each site the steps after which its unmerged differences of a fragment were taken; empty if merges are
-        synchronous."""
+        """Return for each site the steps after which it sent differences of a fragment that are not merged yet; empty if merges
+        are synchronous."""
         return {} if self.backlog is None else self.backlog.waiting(fragment)
 
     def taken(self, fragment: int, takes: Sequence[tuple[int, int]]) -> tuple[Taken, ...]:
-        """Return differences of a fragment with their weights in a merge. `takes`: site and step of each difference."""
+        """Return a fragment's differences with their weights in the mean of a merge. `takes`: site and step of each
+        difference."""
         if self.backlog is not None:
             return self.backlog.taken(fragment, takes)
         counted = self.count_in(fragment)
         return tuple(Taken(site, sent, counted[site]) for site, sent in takes)
 
     def _again(self, site: int, phases: Phases) -> Share:
-        """Return the first returned share, or only as many of its samples as the site reads in a step."""
+        """Return the first returned share, or its first part if the share is larger than what the site reads in a step."""
         share = self.returned.pop(0)
         size = min(share.size, self._most(site, phases.at(share.first)))
         if size < share.size:
@@ -104,11 +105,10 @@ class Deal:
         return Share(share.first, size)
 
     def _most(self, site: int, phase: Phase) -> int:
-        """Return the number of samples of a site in an undisturbed step of a phase."""
         return part_of_batch(phase.global_batch, site, self.count, self.shares)
 
     def _new(self, site: int, phases: Phases, total: int) -> Share:
-        """Return the next share of new samples. The share ends at the latest where a phase or the run ends."""
+        """Return the next share of new samples, which never extends beyond the end of a phase or of the run."""
         phase = phases.at(self.next)
         ends = [total, *(each.first for each in phases.all if each.first > self.next)]
         size = min([self._most(site, phase), *(end - self.next for end in ends)])
@@ -126,9 +126,9 @@ class Deal:
         fragment: int = 0,
         steps: Sequence[int] = (),
     ) -> None:
-        """Record a merge, after `step` steps, of the differences of a fragment that the sites `merged` took after `sent` steps.
-        If merges are asynchronous, `steps` has for each of these sites the step of its newest merged difference. The sites `left`
-        no longer train and return their shares; the sites `joined` train from now on."""
+        """Record a merge after `step` steps, of the differences of a fragment that the sites `merged` sent after `sent` steps. If
+        merges are asynchronous, `steps` has for each merged site the step of its newest merged difference. The sites `left` stop
+        training and return their shares; the sites `joined` train after this merge."""
         newest = dict(zip(merged, steps or [sent] * len(merged), strict=True))
         if self.backlog is not None:
             self.backlog.merge(fragment, newest, left)
@@ -141,7 +141,7 @@ class Deal:
         self.members |= dict.fromkeys(joined, step)
 
     def due(self, sent: int) -> set[int]:
-        """Return the sites that take differences after `sent` steps: the sites that have trained at least one step by then."""
+        """Return the sites that send differences after `sent` steps: those that joined earlier and so have trained a step."""
         return {site for site, since in self.members.items() if since < sent}
 
     def record(self) -> dict[str, Any]:

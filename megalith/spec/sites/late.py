@@ -1,5 +1,5 @@
-"""Asynchronous merges: the differences of each site that no merge contains yet. They are a pure function of the run file and
-of the recorded merges. No torch."""
+"""Asynchronous merges: the weight differences that sites have sent and that are not merged yet, as a pure function of the run
+file and the recorded merges. No torch."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,15 +8,16 @@ from typing import Any, NamedTuple
 
 
 class Due(NamedTuple):
-    """An unmerged difference that a site took after `sent` steps; it holds the training on `samples` samples."""
+    """An unmerged weight difference that a site sent after `sent` steps; `samples` is the number of samples that the site trained
+    on since its previous difference."""
 
     sent: int
     samples: int
 
 
 class Taken(NamedTuple):
-    """A merged difference: its site, the steps `sent` after which it was taken, and its weight in the mean. `age`: number of
-    merges of its fragment that it missed."""
+    """A merged weight difference: its site, the number of steps after which it was sent, and its weight in the mean. `age`:
+    number of newer differences of this fragment that the site has sent."""
 
     site: int
     sent: int
@@ -26,8 +27,8 @@ class Taken(NamedTuple):
 
 @dataclass
 class Backlog:
-    """The unmerged differences of each fragment and site, oldest first; and the number of samples that each site has read
-    since its newest difference."""
+    """The unmerged weight differences of each fragment and site, oldest first, and the number of samples that each site has read
+    since it sent its newest difference."""
 
     due: dict[int, dict[int, list[Due]]] = field(default_factory=dict)
     read: dict[int, dict[int, int]] = field(default_factory=dict)
@@ -43,19 +44,19 @@ class Backlog:
             each[site] = each.get(site, 0) + samples
 
     def send(self, fragment: int, sent: int, sites: Collection[int]) -> None:
-        """Record that these sites take their differences of a fragment. A second call for the same step changes nothing."""
+        """Record that these sites send their differences of a fragment after `sent` steps. A repeated call has no effect."""
         due = self.due[fragment]
         for site in sites:
             if not due.get(site) or due[site][-1].sent != sent:
                 due.setdefault(site, []).append(Due(sent, self.read[fragment].pop(site, 0)))
 
     def waiting(self, fragment: int) -> dict[int, tuple[int, ...]]:
-        """Return for each site the steps after which its unmerged differences were taken."""
+        """Return for each site the steps after which it sent its unmerged differences of a fragment."""
         return {site: tuple(one.sent for one in each) for site, each in self.due[fragment].items() if each}
 
     def taken(self, fragment: int, takes: Sequence[tuple[int, int]]) -> tuple[Taken, ...]:
-        """Return the differences with their weights: a weight is samples / (1 + age) (Zhang et al. 2016, arXiv:1511.05950),
-        and all are scaled to whole numbers without a common divisor. `takes`: site and step of each difference."""
+        """Return the differences with their weights, which are proportional to samples / (1 + age) (Zhang et al. 2016,
+        arXiv:1511.05950) and are whole numbers without a common divisor. `takes`: site and step of each difference."""
         found = list[tuple[int, int, int, int]]()
         for site, sent in takes:
             steps = [one.sent for one in self.due[fragment][site]]
@@ -67,8 +68,8 @@ class Backlog:
         return tuple(Taken(site, sent, weight // least, age) for (site, sent, _, age), weight in zip(found, weights, strict=True))
 
     def merge(self, fragment: int, newest: Mapping[int, int], left: Collection[int]) -> None:
-        """Remove the merged differences: those of each site up to the step that `newest` states. Also remove all data of the
-        sites `left`."""
+        """Remove the merged differences, which are each site's differences up to the step in `newest`. Also remove all data of
+        the sites `left`."""
         due = self.due[fragment]
         for site, sent in newest.items():
             due[site] = [one for one in due[site] if one.sent > sent]

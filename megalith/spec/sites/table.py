@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megalith.spec.run import RunSpec
 
 FULL = 32
-"""Bits of an element that is sent unchanged."""
+"""Bits of an element that sites send without rounding, in fp32."""
 CHUNK = 4096
 """Number of neighbouring elements of a tensor from which the `top_k` largest are sent (SparseLoCo, arXiv:2508.15706)."""
 
@@ -24,14 +24,14 @@ EVERY_STEP: dict[str, Any] = {"inner_steps": 1, "lr": 1.0, "momentum": 0.0}
 
 
 class LinkSpec(Spec):
-    """The link between each two sites, for predictions."""
+    """The network link between any two sites, for predictions."""
 
-    megabits: PositiveFloat = Field(description="millions of bits a second, in each direction")
-    milliseconds: NonNegativeFloat = Field(description="time of a round trip")
+    megabits: PositiveFloat = Field(description="millions of bits per second, in each direction")
+    milliseconds: NonNegativeFloat = Field(description="milliseconds of a round trip")
 
 
 class TlsSpec(Spec):
-    """PEM files for the encryption of a site's connections, on each machine that leads a site."""
+    """PEM files for the encryption of connections between sites. Each machine that leads a site needs them."""
 
     certificate: Path = Field(description="this site's certificate, which contains its address")
     key: Path = Field(description="the private key of that certificate")
@@ -39,7 +39,7 @@ class TlsSpec(Spec):
 
 
 def usual_name(site: int) -> str:
-    """Return the name of a site without a name in the run file."""
+    """Return the name of a site that has no name in the run file."""
     return f"site {site}"
 
 
@@ -47,100 +47,112 @@ class SiteSpec(Spec):
     """The name, the devices, the plan and the share of one site."""
 
     name: str | None = Field(
-        default=None, description='name of this site in messages, events and pages; default: its number, such as "site 0"'
+        default=None,
+        description='name of this site in messages, events and reports; default: "site" and its number, such as "site 0"',
     )
     cluster: str | None = Field(default=None, description="devices of this site, for `megalith plan`; default: the run's cluster")
     plan: Plan | None = Field(default=None, description="the whole plan of this site; default: the run's [plan]")
     share: PositiveInt | None = Field(
         default=None,
-        description="relative number of samples of each step that this site reads; default: the ranks of its plan",
+        description="relative size of this site's part of each step's batch; default: the number of ranks in its plan",
     )
 
     @property
     def differs(self) -> bool:
-        """True if the table sets more than a name."""
+        """True if the site's table sets more than a name."""
         return (self.cluster, self.plan, self.share) != (None, None, None)
 
 
 class SitesSpec(Spec):
-    """Groups of ranks that train apart and merge their weights every `inner_steps` steps."""
+    """Sites: groups of ranks that train separately and merge their weights every `inner_steps` steps."""
 
     method: Literal["merge", "data-parallel"] = Field(
         default="merge",
-        description="data-parallel: sites exchange gradients in every step, and all make the same update; merge: they exchange weights",
+        description="data-parallel: sites exchange gradients in every step, so that all make the same update; merge: sites "
+        "exchange weight differences every inner_steps steps",
     )
-    count: PositiveInt = Field(default=2, le=64, description="number of sites; each runs the whole plan on ranks of its own")
+    count: PositiveInt = Field(default=2, le=64, description="number of sites; each site runs the whole plan on its own ranks")
     inner_steps: PositiveInt = Field(default=30, description="steps between two merges of the same weights")
     fragments: PositiveInt = Field(
-        default=1, description="number of parts of the model that are merged one after the other, spread over inner_steps"
+        default=1,
+        description="number of fragments into which the model is divided; their merges are spread evenly over inner_steps steps",
     )
     overlap: NonNegativeInt = Field(
-        default=0, description="steps that a site computes between sending a fragment and using its merge"
+        default=0, description="steps that a site trains between sending a fragment and receiving the merged weights"
     )
     mixing: NonNegativeFloat | None = Field(
         default=None,
         le=1.0,
-        description="share of a site's own weights when it mixes them with merged ones; default: 0.5 with overlap, else 0",
+        description="share of a site's own weights in its weights after a merge; the rest are merged weights; default: 0.5 "
+        "with overlap, else 0",
     )
     bits: Literal[2, 4, 8, 32] = Field(
-        default=32, description="bits of each element of a difference on the network; vectors are always sent in fp32"
+        default=32, description="bits of each element of the weight differences that sites send; vectors are always sent in fp32"
     )
     top_k: PositiveInt | None = Field(
         default=None,
         lt=CHUNK,
-        description="number of largest elements that are sent from each 4,096 elements of a matrix; default: all are sent",
+        description="of each 4,096 elements of a matrix, sites send only this number of largest ones; default: all are sent",
     )
     error_feedback: bool = Field(
-        default=True, description="add the part of a difference that rounding or top_k dropped to the next difference"
+        default=True, description="add what rounding or top_k removes from a weight difference to the next difference"
     )
     feedback_decay: PositiveFloat = Field(
-        default=1.0, le=1.0, description="share of the dropped part that is carried from one difference to the next"
+        default=1.0,
+        le=1.0,
+        description="factor by which the removed part is multiplied before error_feedback adds it to the next difference",
     )
     staleness: NonNegativeInt = Field(
         default=0,
         le=15,
-        description="number of merges of its fragment that a site's difference may miss. 0: a merge waits for all "
-        "sites; above 0: a merge waits only for a quorum",
+        description="number of merges of a fragment that a site's weight difference may miss. 0: a merge waits for all sites; "
+        "above 0: a merge waits only for a quorum",
     )
     eager: bool = Field(
         default=False,
-        description="take the outer step with the site's own difference at once, and correct it when the other sites' differences arrive",
+        description="make the outer step with the site's own weight difference at once, and correct it when the other sites' "
+        "differences arrive",
     )
     lr: PositiveFloat = Field(default=0.7, description="outer learning rate")
-    momentum: NonNegativeFloat = Field(default=0.9, lt=1.0, description="outer momentum; 0 keeps no velocity")
+    momentum: NonNegativeFloat = Field(default=0.9, lt=1.0, description="outer momentum; 0: no velocity is kept")
     nesterov: bool = Field(default=True, description="Nesterov momentum for the outer step")
     site: NonNegativeInt | None = Field(
         default=None, description="number of the site that this command trains; default: this machine trains all sites"
     )
     addresses: tuple[str, ...] = Field(
         default=(),
-        description='"HOST:PORT" of each site\'s first machine, by which other sites reach it; default: all sites are on this machine',
+        description='"HOST:PORT" at which the first machine of each site is reached by other sites; default: all sites are on this machine',
     )
     decides: NonNegativeInt | None = Field(
         default=None,
-        description="number of the site whose presence is enough for a quorum; default: a quorum is more than half of the sites",
+        description="number of a site: any group of sites that includes it is a quorum; default: more than half of the sites are a quorum",
     )
     grace: PositiveFloat | None = Field(
         default=None,
-        description="seconds that a merge waits for a site; default: the time of inner_steps steps, and 5 s at least",
+        description="seconds that a merge waits for a missing site; default: the time of inner_steps steps, and at least 5 s",
     )
     each: tuple[SiteSpec, ...] = Field(
-        default=(), description="a table for each site, in the order of their numbers; default: all sites are alike"
+        default=(),
+        description="list with one table for each site, in the order of the sites' numbers; default: all sites are equal",
     )
     replay: tuple[str, ...] = Field(
         default=(),
-        description="folders of a run whose recorded merges this run repeats, as `megalith replay` does; default: none",
+        description="folders of an earlier run; this run repeats the merges recorded there, as `megalith replay` does; default: none",
     )
     link: LinkSpec | None = Field(
         default=None,
-        description="link between the sites, with which `megalith plan` chooses a method and predicts waits; default: no prediction",
+        description="network link between sites, from which `megalith plan` chooses a method and predicts waiting times; "
+        "default: no prediction",
     )
-    tls: TlsSpec | None = Field(default=None, description="encrypt connections between sites; default: authenticate them only")
+    tls: TlsSpec | None = Field(
+        default=None,
+        description="files for the encryption of connections between sites; default: connections are only authenticated",
+    )
 
     @model_validator(mode="after")
     def _every_step(self) -> Self:
-        """Set keys that the table leaves out to the values of data parallelism. A `mode="before"` validator would make
-        pydantic refuse lists in place of tuples."""
+        """With `method = "data-parallel"`, set keys that the table leaves out to EVERY_STEP. A `mode="before"` validator would
+        make pydantic refuse lists in place of tuples."""
         for key, value in EVERY_STEP.items() if self.exchanges_gradients else ():
             if key not in self.model_fields_set:
                 object.__setattr__(self, key, value)  # specs are frozen once they are validated
@@ -161,7 +173,8 @@ class SitesSpec(Spec):
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """The sites' relative shares of a step's samples; empty if they are equal. Only for a run that `at_site` returned."""
+        """Relative sizes of the sites' parts of a step's batch; empty if the parts are equal. Valid only for a run that `at_site`
+        returned."""
         given = [one.share or 1 for one in self.each]
         return tuple(share // gcd(*given) for share in given) if len(set(given)) > 1 else ()
 
@@ -178,42 +191,42 @@ class SitesSpec(Spec):
 
     @property
     def parts(self) -> int:
-        """The number of equal parts into which a step's samples are divided: each site reads whole parts."""
+        """The number of equal units into which a step's batch is divided, of which each site reads a whole number."""
         return sum(self.shares) or self.count
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """The plan of each site; empty if all sites have the run's plan. Only for a run that `at_site` returned."""
+        """The plan of each site; empty if all sites have the run's plan. Valid only for a run that `at_site` returned."""
         return tuple(one.plan for one in self.each if one.plan is not None)
 
     @property
     def feeds_back(self) -> bool:
-        """True if the unsent part of a difference is added to the next difference."""
+        """True if the unsent part of a weight difference is added to the next one."""
         return self.error_feedback and (self.bits < FULL or self.top_k is not None)
 
     @property
     def flies(self) -> bool:
-        """True if a site's differences may be in flight when the site saves a checkpoint."""
+        """True if a site may save a checkpoint while a merge that includes its differences is pending."""
         return bool(self.overlap or self.staleness)
 
     def quorum(self, sites: Collection[int]) -> bool:
-        """True if these sites may merge without the others. They must be more than half of all sites, or contain the site
-        that `decides` names. Sites that exchange gradients need all sites."""
+        """True if `sites` may merge without the others: if they contain the site that `decides` names, or, without `decides`, if
+        they are more than half of all sites. Sites that exchange gradients in every step must all be present."""
         if self.exchanges_gradients:
             return len(set(sites)) == self.count
         return self.decides in sites if self.decides is not None else 2 * len(set(sites)) > self.count
 
     @property
     def lead(self) -> int:
-        """The largest number of steps that a site may be ahead of another: the steps between two merges, plus those while a
-        fragment is in flight, plus those by which a difference may be late."""
+        """The largest number of steps by which a site may be ahead of another: the steps between two merges, plus `overlap`, plus
+        the steps by which a difference may be late."""
         return -(-self.inner_steps // self.fragments) + self.overlap + self.staleness * self.inner_steps
 
 
 def at_site(spec: "RunSpec", site: int | None = None) -> "RunSpec":
-    """Return a run as the command of one site trains it. Its cluster and plan are those of the site; the table of each site
-    states its plan and share, and its cluster if any table did. `site`: number of the site; None: the run's `sites.site`,
-    else 0. A run whose tables only name sites, or that has none, is returned unchanged."""
+    """Return the run as one site trains it: with the cluster and plan of that site, and with the plan and share of each site
+    filled in under `sites.each`. `site`: number of the site; None: the run's `sites.site`, else 0. A run without sites, or whose
+    sites differ only in their names, is returned unchanged."""
     if spec.sites is None or not any(one.differs for one in spec.sites.each):
         return spec
     number = (spec.sites.site or 0) if site is None else site
@@ -242,14 +255,14 @@ def part_of_batch(batch: int, site: int, count: int, shares: Sequence[int]) -> i
 
 
 def unit_of(spec: "RunSpec") -> int:
-    """Return a number of samples whose multiples the ranks of every site can divide evenly."""
+    """Return the smallest number of samples that the data ranks of every site can divide evenly into microbatches."""
     plans = (spec.plan,) if spec.sites is None or not spec.sites.plans else spec.sites.plans
     return lcm(*(plan.data * plan.microbatch for plan in plans))
 
 
 def within(spec: "RunSpec", size: int | None = None) -> "RunSpec":
-    """Return a run as one of its sites trains it: without other sites, and with the site's share of the global batch, or a
-    step of `size` samples."""
+    """Return the run of one site alone: with the site's part of the global batch (or `size` samples), and without the table
+    `[sites]`."""
     if spec.sites is None:
         return spec
     train = spec.train.model_copy(update={"global_batch": size or own_batch(spec)})
@@ -257,13 +270,13 @@ def within(spec: "RunSpec", size: int | None = None) -> "RunSpec":
 
 
 def kept(spec: "RunSpec") -> int:
-    """Return how many of its newest checkpoints a run keeps. Sites resume from a common checkpoint, so a site that is ahead
-    must still have the newest checkpoint that both saved."""
+    """Return how many checkpoints a run keeps. Sites resume from a checkpoint that all of them have, so a site that is ahead must
+    keep older ones."""
     keep, every = spec.checkpoint.keep, spec.checkpoint.every
     return keep if spec.sites is None or not every else max(keep, 2 + -(-spec.sites.lead // every))
 
 
 def folder_of(run_dir: Path, site: int) -> Path:
-    """Return the folder of a site, if all sites of the run are on one machine. `run_dir`: the run's folder, which is also the
-    first site's."""
+    """Return the folder of a site, if all sites are on one machine. `run_dir`: the run folder, which is also the folder of site
+    0."""
     return run_dir if site == 0 else run_dir / f"site-{site}"

@@ -230,7 +230,7 @@ def test_everything_wrong_is_said_at_once() -> None:
     launch = replace(LAUNCH, ranks_per_node=3, gpus_per_node=2, spares=1, grace=-1, environment={"A B": "c", "MEGALITH_KEY": "k"})
     with pytest.raises(ValueError) as error:
         emit("slurm", _spec(), launch)
-    for words in ("does not divide", "no use for them", "fewer than", "grace = -1", "'A B'", "readable by all"):
+    for words in ("does not divide", "cannot use spare nodes", "fewer than", "grace = -1", "'A B'", "readable by everyone"):
         assert words in str(error.value)
 
 

@@ -46,9 +46,9 @@ def test_nodes_and_ranks_of_each_follow_from_one_another(options: dict[str, int]
     [
         ({"nodes": 3}, "16 ranks cannot be divided evenly among 3 nodes"),
         ({"nodes": 0}, "among 0 nodes"),
-        ({"nodes": 2, "ranks_per_node": 4}, "2 nodes of 4 ranks make 8, and the plan has 16"),
+        ({"nodes": 2, "ranks_per_node": 4}, "2 nodes with 4 ranks each have 8 ranks, but the plan has 16"),
         ({"ranks_per_node": 5}, "does not divide the plan's 16 ranks"),
-        ({"hours": 0.05}, "the time limit of 180 s leaves no time besides the 300 s"),
+        ({"hours": 0.05}, "the time limit of 180 s leaves no time for training, because the run needs the last 300 s"),
         ({"image": "x", "volume": "y"}, "--volume"),
     ],
     ids=str,

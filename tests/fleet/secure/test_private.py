@@ -64,7 +64,7 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
 def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
     private.make(tmp_path / "root")
     os.mkfifo(tmp_path / "root" / "owner")
-    with private.opened(tmp_path / "root") as folder, pytest.raises(NotPrivate, match="it is not a file"):
+    with private.opened(tmp_path / "root") as folder, pytest.raises(NotPrivate, match="it is not a regular file"):
         private.open_file(folder, tmp_path / "root" / "owner", os.O_RDONLY)
 
 

@@ -89,10 +89,10 @@ def test_a_small_one_is_valid_and_divides_evenly(name, layers, unit, heads_unit)
 @pytest.mark.parametrize(
     ("sizes", "reason"),
     [
-        ({"dense_layers": 4}, "dense_layers = 4 of 3 layers"),
+        ({"dense_layers": 4}, "dense_layers = 4, but the model has only 3 layers"),
         ({"rope_dim": 5}, "rope_dim = 5 is odd"),
         ({"groups": 3}, "groups = 3 does not divide experts = 8"),
-        ({"groups": 2, "active_groups": 3}, "active_groups = 3 of 2 groups"),
+        ({"groups": 2, "active_groups": 3}, "active_groups = 3, but there are only 2 groups"),
         ({"groups": 4, "active_groups": 1}, "active = 3, but the groups that a token may use have only 2 experts"),
         ({"groups": 8, "active_groups": 8}, "needs two experts in a group"),
     ],

@@ -74,10 +74,10 @@ def test_switch_has_experts_in_every_second_block_and_drops_beyond_capacity() ->
 
 
 @pytest.mark.parametrize(("name", "change", "told"), [
-    ("mixtral-8x7b", {"active": 9}, "active = 9 of 8 experts"),
-    ("qwen3-30b-a3b", {"active": 200}, "active = 200 of 128 experts"),
-    ("grok-1", {"experts": 1}, "active = 2 of 1 experts"),
-    ("switch-base-8", {"every": 25}, "every = 25 of 24 layers"),
+    ("mixtral-8x7b", {"active": 9}, "active = 9, but a layer has only 8 experts"),
+    ("qwen3-30b-a3b", {"active": 200}, "active = 200, but a layer has only 128 experts"),
+    ("grok-1", {"experts": 1}, "active = 2, but a layer has only 1 experts"),
+    ("switch-base-8", {"every": 25}, "every = 25, but the model has only 24 layers"),
 ])  # fmt: skip
 def test_sizes_that_contradict_each_other_are_refused(name: str, change: dict[str, int], told: str) -> None:
     sizes = presets()[name].build()
