@@ -50,7 +50,7 @@ def sequences_fit_the_context(case: Case) -> Found:
         reason = f"is more than the {learned} positions for which this model has a learned vector"
         yield error("train.seq_len", length, reason, f"Use seq_len <= {learned}, or set model.context = {length}.")
     elif length > context:
-        reason = f"is more than model.context = {context}, the longest sequence that the positions are made for"
+        reason = f"is more than model.context = {context}, the longest sequence for which the model's positions are made"
         yield advice("train.seq_len", length, reason, f"Use seq_len <= {context}, or set model.context = {length}.")
 
 

@@ -83,8 +83,8 @@ def _elsewhere() -> Iterator[Change]:
 
 
 def cheapest(spec: RunSpec, fits: Callable[[RunSpec], bool], *, host: bool = True) -> str:
-    """Return, as a sentence, the cheapest change with which the run fits and passes `megalith check`; empty if there is none.
-    `host`: False if the host's memory is what is too small."""
+    """Return, as a sentence, the cheapest change with which the run fits and passes `megalith check`; empty if there is none. `host`:
+    False if the host's memory is too small, so that changes must not use it."""
     from megalith.check.rules import check  # whose rules ask for this
 
     for some in sorted(product(*changes(spec)), key=lambda some: (sum(one.cost for one in some), len(some))):

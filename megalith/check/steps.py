@@ -5,7 +5,7 @@ from megalith.spec.lengths import decay_updates
 
 
 def warmup_and_decay_fit(case: Case) -> Found:
-    """Warm-up, and decay after it, end before the run does."""
+    """Warm-up, and the decay after warm-up, end before the run ends."""
     steps, optimizer, branch = case.spec.train.steps, case.spec.optimizer, case.spec.branch
     if branch is not None:  # whose schedule is the other run's
         steps = branch.steps

@@ -95,7 +95,6 @@ def reading(split: str | None, field: str, extensions: list[str] | None) -> "Rea
 
 
 def _show(found: dict[str, Any]) -> None:
-    """Print the contents of prepared data."""
     table = Table("domain", "split", "tokens", "documents", "bytes a token", "median document")
     for name, domain in found["domains"].items():
         for part in ("train", "validation"):

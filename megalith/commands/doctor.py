@@ -29,7 +29,9 @@ def command(
     ] = 1.0,
     ranks: Annotated[
         int,
-        typer.Option(min=0, help="Check collectives and links among this many processes: NCCL with a GPU for each, else gloo."),
+        typer.Option(
+            min=0, help="Check collectives and links among this many processes: NCCL if each process has a GPU, otherwise gloo."
+        ),
     ] = 0,
     calibrate: Annotated[
         Path | None,
@@ -51,8 +53,8 @@ def command(
     burn-in and --ranks no torch is needed. Under torchrun or srun, with one process for each GPU, it checks all machines, and collectives
     and links among all ranks; rank 0 prints the findings.
 
-    With --calibrate FILE.toml it does not check, but measures the speed of matrix products, attention, memory and collectives, and writes a
-    cluster file. Predictions for that cluster use these speeds.
+    With --calibrate FILE.toml it does not check, but measures the speed of matrix products, attention, memory and collectives, and writes
+    a cluster file. Predictions for this cluster file use the measured speeds.
 
     Example:  megalith doctor --folder runs --burn-in 60 --ranks 8
     """
@@ -107,8 +109,8 @@ def doctor(folder: Path, *, burn_in: float = 1.0, ranks: int = 0) -> "list[Findi
 
 
 def _calibrate(out: Path, ranks: int, seconds: float, *, overwrite: bool, as_json: bool) -> None:
-    """Measure this machine and write its cluster file. Raises FileExistsError if it exists, ValueError under a launcher or if its name does
-    not end in .toml."""
+    """Measure this machine and write its cluster file. Raises FileExistsError if the file exists, ValueError under a launcher or if the
+    file's name does not end in .toml."""
     from megalith.fleet import environment
     from megalith.machine import capacity
     from megalith.prove.calibrate import calibrate, text  # needs torch
@@ -131,7 +133,6 @@ def _calibrate(out: Path, ranks: int, seconds: float, *, overwrite: bool, as_jso
 
 
 def _described(rows: Sequence[tuple[str, str]]) -> Table:
-    """Return a table that describes the machine."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")

@@ -17,8 +17,8 @@ STATE_BYTES = 16
 
 @dataclass(frozen=True)
 class ModelRow:
-    """A model preset. `active`: parameters that process each token. `state_bytes`: bytes of training state over all ranks, without
-    activations."""
+    """A model preset. `active`: number of parameters that process each token. `state_bytes`: bytes of training state over all ranks,
+    without activations."""
 
     name: str
     family: str

@@ -36,7 +36,7 @@ def command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Summarize a run and write its report.html, from the files in its folder; also while it trains.
+    """Summarize a run, finished or in progress, and write its report.html from the files in its folder.
 
     With several runs, compare their numbers, their differing keys, and their curves over the tokens read.
 

@@ -127,15 +127,17 @@ def _order(source: "Source", wanted: Mapping[str, Any]) -> str:
 
     if source.setting("fleet", "recover") is False:
         raise ValueError(
-            "With fleet.recover = false the run has no controller to take orders. Send SIGTERM to the command to save and stop."
+            "With fleet.recover = false the run has no controller that can carry out orders. Send SIGTERM to the command to "
+            "save and stop."
         )
     orders.write(source.run_dir, str(wanted["what"]), str(wanted.get("node", "")))
     return "Ordered. The run's controller reads the order within a second while steps run, and logs it under incidents."
 
 
 def _rules(file: Path) -> "AlertsSpec":
-    """Return the [alerts] table of a run file; for "-", read it from standard input, as the training command passes it on. The copy in the
-    run folder is not used: somebody else may have written it, and alerts run commands. Raises ValueError if the file defines no alerts."""
+    """Return the [alerts] table of a run file; for "-", read the table from standard input, into which the training command writes it.
+    The copy of the run file in the run folder is not used: somebody else may have written it, and alerts run commands. Raises ValueError
+    if the file defines no alerts."""
     from megalith.spec.alerts import AlertsSpec
     from megalith.spec.files import load
 
@@ -161,7 +163,7 @@ def _follow(sources: "list[Source]", rules: "AlertsSpec", *, told: bool) -> None
 
 
 def _serve(sources: "list[Source]", port: int, *, act: bool, rules: "AlertsSpec | None") -> None:
-    """Serve until Ctrl-C or SIGTERM."""
+    """Serve the live page until Ctrl-C or SIGTERM."""
     from megalith.watch.server import Server
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -85,7 +85,7 @@ def _evidence(spec: "RunSpec", folder: Path) -> "Evidence":
 def _replayed(
     faulted: Path, out: Path, samples: list[int], total: int, merges: int
 ) -> tuple[bool | None, list[int], int, int, str]:
-    """Replay a run, and return the rest of the evidence."""
+    """Replay a run, and return all fields of Evidence except the first."""
     command = [sys.executable, "-m", "megalith.cli", "replay", str(faulted), "--out", str(out), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     try:
@@ -99,7 +99,10 @@ def _replayed(
 
 def table_of(found: "SitesJudgement") -> Table:
     """Return a table of the outcome of each kind of fault."""
-    caption = "without: faults in which the others continued without a site; on again: median seconds from its end until all sites trained."
+    caption = (
+        "without: faults in which the other sites continued without a site; on again: median seconds from the fault's end until "
+        "all sites trained."
+    )
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, caption=caption)
     table.add_column("fault", max_width=26)
     for heading in ("handled", "without", "on again"):
