@@ -25,7 +25,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits of a figure. It is usually within a factor of e^`doubt` of its start."""
+    """Limits of a figure. The figure is usually within a factor of e^`doubt` of its starting value."""
 
     low: float
     high: float

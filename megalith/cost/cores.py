@@ -1,5 +1,5 @@
-"""Stand-ins for attention cores, norms and other operations during a trace. On a device each is one fused kernel, or, before
-FlashAttention, a chain of small kernels.
+"""Stand-ins for attention cores, norms and other operations during a trace. On a device each of these operations is one fused kernel, or,
+before FlashAttention, a chain of small kernels.
 
 On the meta device torch would choose its plain attention, which keeps several times as many bytes as a fused kernel.
 """
@@ -18,7 +18,7 @@ Note = Callable[[str, Tensor, Tensor, Tensor], None]
 """Function (phase, q, k, v) that is called where a device would run its kernel."""
 
 NoteRecurrence = Callable[[str, Tensor, Tensor], tuple[Tensor, ...]]
-"""Function (phase, x, b) for Mamba-2's core, with the same purpose; it returns the core's temporary tensors."""
+"""Function (phase, x, b) that is called where a device would run the kernel of Mamba-2's core; it returns the core's temporary tensors."""
 
 
 class _Fused(torch.autograd.Function):

@@ -36,7 +36,7 @@ class Time:
     context: float
     expert: float
     pipeline: float
-    """Messages between stages that no computation hides."""
+    """Seconds of messages between stages that are not hidden by computation."""
     data: float
     """Exposed gathers of weights, reductions of gradients, and transfers of activations to the host and back."""
     bubble: float
@@ -112,7 +112,7 @@ def estimate(
     space: Memory | None = None,
     spent: "PartTimes | None" = None,
 ) -> Estimate:
-    """Predict one step. `traced`, `space` and `spent` save work if they are already known."""
+    """Predict one step. `traced`, `space` and `spent` are known results, which need not be computed again."""
     figures = figures or calibration()
     traced = traced or parts(workload)
     setting = Setting.of(workload, figures)
@@ -219,9 +219,9 @@ def _message_seconds(workload: Workload, setting: Setting) -> float:
 def _bubble(workload: Workload, stages: list[StageTime], slowest: int, sent: float) -> float:
     """Return the idle seconds of the slowest rank in a step.
 
-    Schedules that fill and drain have a closed form (Narayanan et al. 2021): the time of one microbatch in a chunk of every
-    other rank, plus messages; with equal stages, (p - 1) / chunks of a microbatch's time. For other schedules, all stages
-    take the mean time.
+    For schedules that fill and drain, a closed form (Narayanan et al. 2021) adds the time of one microbatch in a chunk of every other
+    rank, and messages; with equal stages it is (p - 1) / chunks times a microbatch's time on a rank. For other schedules, all stages take
+    the mean time.
     """
     plan = workload.plan
     others = sum(stage.total for rank, stage in enumerate(stages) if rank != slowest)

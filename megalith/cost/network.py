@@ -9,8 +9,8 @@ from megalith.spec.cluster import ClusterSpec
 
 @dataclass(frozen=True)
 class Line:
-    """The ranks of one axis: `size` of them, `stride` apart in the numbering of devices (`mesh.py`: tensor, context, data, pipeline
-    from nearest to furthest)."""
+    """The ranks of one axis: `size` ranks whose device numbers are `stride` apart (the order in `mesh.py`, from nearest to furthest:
+    tensor, context, data, pipeline)."""
 
     size: int
     stride: int = 1
@@ -21,7 +21,7 @@ class Line:
 
 
 def domain_of(cluster: ClusterSpec) -> int:
-    """Return how many devices fast links join: those of a node, or of a larger domain."""
+    """Return the number of devices that fast links join: the devices of a node, or of a larger domain."""
     return max(cluster.per_node, cluster.accelerator.scale_up_domain)
 
 
@@ -69,8 +69,8 @@ class Wires:
         return near if below == line.size else min(near, below * self.thin)
 
     def hops(self, line: Line) -> float:
-        """Return the mean number of links between two ranks of a line in one domain. On a torus, this is a quarter of the
-        side of the line's block of devices, for each dimension."""
+        """Return the mean number of links between two ranks of a line in one domain. On a torus, this is the sum over its dimensions of a
+        quarter of the side of the block of devices that the line occupies."""
         block = min(self.domain, line.size * line.stride)
         return max(1.0, self.torus * block ** (1 / self.torus) / 4) if self.torus else 1.0
 
@@ -86,22 +86,23 @@ def rate(line: Line, wires: Wires) -> float:
 
 
 def ring(line: Line, wires: Wires) -> float:
-    """Latency of a ring in seconds: a start, a hundredth of a start for each rank in a domain, and a hop for each further
+    """Latency of a ring in seconds: the start of a collective, a hundredth of that for each rank in a domain, and a hop for each further
     domain."""
     inside = line.inside(wires.domain)
     return wires.latency * (1 + 0.01 * inside) + wires.hop * (line.size / inside - 1)
 
 
 def gather(size: float, line: Line, wires: Wires, *, calls: float = 1) -> float:
-    """Seconds of a ring all-gather to `size` bytes, or a reduce-scatter from them, in `calls` calls. (n-1)/n of the bytes pass
-    through each rank."""
+    """Seconds of a ring all-gather whose result has `size` bytes, or of a reduce-scatter of `size` bytes, in `calls` calls. (n-1)/n of
+    the bytes pass through each rank."""
     if line.size == 1 or size == 0:
         return 0.0
     return calls * ring(line, wires) + size * (line.size - 1) / line.size / rate(line, wires)
 
 
 def reduce(size: float, line: Line, wires: Wires, *, calls: float = 1) -> float:
-    """Seconds of an all-reduce of `size` bytes: those of a reduce-scatter and an all-gather. On long lines, trees need fewer hops."""
+    """Seconds of an all-reduce of `size` bytes, which takes as long as a reduce-scatter and an all-gather. On long lines, trees need
+    fewer hops."""
     if line.size == 1 or size == 0:
         return 0.0
     domains = line.size / line.inside(wires.domain)
@@ -128,7 +129,7 @@ def all_to_all(size: float, line: Line, wires: Wires, *, copies: int = 1, reach:
 
 
 def _others(places: float, copies: int) -> float:
-    """Mean number of other places that get a token, if its copies are distributed at random."""
+    """Mean number of places, other than the token's own, that get a token if its copies are distributed at random."""
     return (places - 1) * (1 - (1 - 1 / places) ** copies)
 
 

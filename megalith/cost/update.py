@@ -1,5 +1,5 @@
-"""Additional cost of an update, apart from one pass over the state: moments of another rule, whole matrices, and their
-messages. No torch."""
+"""Additional cost of an update, compared with one pass over the state: moments of another update rule, updates of whole matrices, and
+messages for these matrices. No torch."""
 
 from functools import lru_cache
 from math import inf
@@ -25,19 +25,19 @@ WIDTH = 2
 WIDE_BYTES = 4
 """Bytes of a number in fp32."""
 ROUNDING = {"fp8": 33, "bf16": 15, "int16": 12, "int8": 23}
-"""Kept format -> peak bytes of temporary tensors for the rounding of one number: of moments (`kernels.moments`), and of lower
-halves of master weights (`kernels.halves`)."""
+"""Stored format -> peak bytes of temporary tensors while one number is rounded to it: a moment (`kernels.moments`), or the lower half of
+a master weight (`kernels.halves`)."""
 JOINING = 12
 """Bytes of the fp32 number into which two halves are joined, and of the temporary tensors for it."""
 ITERATIONS = 5
-"""Default steps of the iteration."""
+"""Default number of steps of the iteration that orthogonalises a matrix."""
 
 
 class Matrices(NamedTuple):
     """The matrices of a block that an update needs whole."""
 
     numbers: int
-    """The number of their elements."""
+    """The number of elements of the matrices."""
     work: float
     """FLOPs of the iteration on all these matrices."""
     largest: tuple[int, int]
