@@ -103,7 +103,8 @@ class Shares:
 
     @cached_property
     def worst_ranks(self) -> tuple[int, ...]:
-        """A set of ranks that includes the rank with the peak memory: every rank outside the set has the same parts as a rank in the set, and no more microbatches of any kind of chunk in flight."""
+        """A set of ranks that includes the rank with the peak memory: every rank outside the set has the same parts as a rank in the
+        set, and no more microbatches of any kind of chunk in flight."""
         found: dict[RankParts, dict[int, Counter[Chunk]]] = {}
         for rank, (here, flying) in enumerate(zip(self.held, self.flying, strict=True)):
             most = Counter[Chunk]()

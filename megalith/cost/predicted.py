@@ -347,7 +347,8 @@ def _state(workload: Workload, traced: Parts, here: _Here) -> Iterator[Sent]:
 
 
 def _gathered_again(workload: Workload, traced: Parts, here: _Here, stage: int) -> tuple[Numbers, ...]:
-    """Bytes that ZeRO 3 gathers once more in each backward: the weights of all blocks of a segment except the last, whose backward directly follows its recomputation."""
+    """Bytes that ZeRO 3 gathers once more in each backward: the weights of all blocks of a segment except the last, whose backward
+    directly follows its recomputation."""
     return tuple(gathered(workload, traced.blocks[number], number) for run in here.segments[stage] for number in run[:-1])
 
 

@@ -13,7 +13,8 @@ TOGETHER = 2
 
 
 def can_be(workload: Workload) -> bool:
-    """Return True if gradients can be released with the optimizer's state on disk, and doing so saves memory. `megalith check` applies the same rules, and further rules to run files."""
+    """Return True if gradients can be released with the optimizer's state on disk, and doing so saves memory. `megalith check` applies
+    the same rules, and further rules to run files."""
     narrow = PRECISIONS[workload.format].compute.name != MASTER.number
     by_element = OPTIMIZERS[workload.optimizer].unit == "element"
     return narrow and by_element and workload.microbatches == 1 and not workload.halved and not workload.watched

@@ -13,9 +13,9 @@ class SampleSource(Protocol):
     run needs no saved state for it.
 
     Every rank makes its own instance. Ranks that share a sequence (pipeline, context and tensor ranks) request the same samples and take
-    their parts; different data ranks request different samples. So the same number must give the same sample on every rank. Ranks compare
-    one sample when they start. An attribute `fingerprint`, any JSON value, is saved in checkpoints; a run with another fingerprint is not
-    resumed.
+    their parts; different data ranks request different samples. A sample number must therefore give the same sample on every rank. Ranks
+    compare one sample when they start. An attribute `fingerprint`, any JSON value, is saved in checkpoints; a run with another
+    fingerprint is not resumed.
     """
 
     def __init__(self, prepared: Stream) -> None:
@@ -64,7 +64,10 @@ class OwnStream(Stream):
         if not ((found.tokens >= 0) & (found.tokens < self.vocab_size)).all():
             faults.append(f"tokens has ids outside the vocabulary. Use 0 to {self.vocab_size - 1}.")
         if not ((found.targets >= 0) & (found.targets < self.vocab_size) | (found.targets == NO_TARGET)).all():
-            faults.append(f"targets has ids outside the vocabulary. Use 0 to {self.vocab_size - 1}, or {NO_TARGET} for none.")
+            faults.append(
+                f"targets has ids outside the vocabulary. Use 0 to {self.vocab_size - 1}, or {NO_TARGET} for positions without a "
+                "target."
+            )
         if min(found.segments, default=0) < 1 or sum(found.segments) != length:
             faults.append(
                 f"segments = {found.segments} are not positive lengths that add up to {length}. Use ({length},) for one document."

@@ -93,9 +93,9 @@ class _Phase:
     seq_len: int
     mixture: Mixture
     mixed: int
-    """Number in the run of the sample at which the mixture's sequence begins."""
+    """Number of the sample, in the run, at which the mixture's sequence of domains begins."""
     before: tuple[int, ...]
-    """Number of samples of this sequence from each domain before this phase."""
+    """For each domain, number of samples that this sequence took before this phase."""
     passes: tuple[_Pass, ...]
     """Progress of each domain when this phase begins."""
 
@@ -129,9 +129,9 @@ class Stream:
         copies: Sequence[Path | str] = (),
         on_damage: Callable[[Damage], None] = lambda damage: None,
     ) -> None:
-        """`weights` gives every domain's share of the samples (they are scaled to add up to 1; 0 leaves a domain out); by default shares
-        are in proportion to tokens. The validation split is read in order, once, whatever the weights. `phases` are changes of lengths and
-        weights, in the order of their samples.
+        """`weights` gives every domain's share of the samples (the weights are scaled to add up to 1; 0 leaves a domain out); by default
+        shares are in proportion to tokens. The validation split is read in order, once, whatever the weights. `phases` are changes of
+        lengths and weights, in the order of their samples.
 
         `copies` are folders with the same data. A damaged block is read from the next folder, and `on_damage` is called once for each
         damaged block.
@@ -178,7 +178,7 @@ class Stream:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Each domain's share of the training samples in the first phase, rounded to a multiple of 1/65,536 as in use."""
+        """Each domain's share of the training samples in the first phase, rounded to a multiple of 1/65,536, as it is used."""
         return self._shares(self._phases[0])
 
     def _shares(self, phase: _Phase) -> dict[str, float]:
@@ -275,8 +275,8 @@ class Stream:
         )
 
     def check_same(self, saved: Mapping[str, Any], *, samples: int | None = None) -> None:
-        """Raise DataError with all differences from a saved `fingerprint`: with any difference, sample numbers would mean other samples.
-        `samples`: the number consumed; phases that had not begun then may differ. None: no phase may differ.
+        """Raise DataError with all differences from a saved `fingerprint`: after any difference, the same sample number would give
+        another sample. `samples`: number of samples consumed; phases that had not begun by then may differ. None: no phase may differ.
         """
         now = _begun(json.loads(json.dumps(self.fingerprint)), samples)
         saved = _begun(saved, samples)
@@ -286,7 +286,10 @@ class Stream:
             if saved.get(key) != value
         ]
         problems += [
-            f"{key} was {saved[key]!r}, but this version does not know this key. Resume with the version that saved it, or start a new run."
+            (
+                f"{key} was {saved[key]!r}, but this version does not know this key. Resume with the version of Megalith that "
+                "saved it, or start a new run."
+            )
             for key in saved.keys() - now.keys()
         ]
         if problems:
@@ -308,7 +311,7 @@ class Stream:
         return domain, phase.seq_len, self._runs(domain, self._pieces(domain, where, phase.seq_len), where.unit)
 
     def _pieces(self, domain: int, where: _Pass, seq_len: int) -> list[tuple[int, int, int]]:
-        """Return the next `seq_len` places of a pass, or those up to its end, as (window, first place in it, end)."""
+        """Return the next `seq_len` places of a pass, or the places up to its end, as (window, first place in the window, end)."""
         end = min(where.at + seq_len, self._places(domain, where))
         order, found, at = self._permutation(domain, where.epoch, where.unit), list[tuple[int, int, int]](), where.at
         while at < end:
@@ -342,7 +345,7 @@ class Stream:
         return _Pass(where.epoch + 1 + epochs, seq_len, windows * seq_len)
 
     def _following(self, phase: _Phase, change: PhaseChange) -> _Phase:
-        """Return the phase that follows another after a change."""
+        """Return the phase that begins with `change` after `phase`."""
         mixture, counts = self._mixture_of(change.weights), phase.mixture.counts(change.first - phase.mixed).tolist()
         passes = list[_Pass]()
         for domain, (where, count, before) in enumerate(zip(phase.passes, counts, phase.before, strict=True)):
@@ -419,7 +422,8 @@ def _weight_problems(domains: Sequence[str], weights: Mapping[str, float]) -> li
             problems.append(f"weights.{name}={weight} is no share. Use 0 or more.")
     missing = [name for name in domains if name not in weights]
     problems += [
-        f"weights has no entry for the domain {name!r}. Give it a share; 0 leaves it out of the mixture." for name in missing
+        f"weights has no entry for the domain {name!r}. Give the domain a share; 0 leaves it out of the mixture."
+        for name in missing
     ]
     if not problems and sum(weights.values()) == 0:
         problems.append("weights are all 0. Give at least one domain a share.")

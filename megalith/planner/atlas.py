@@ -12,10 +12,10 @@ from megalith.spec.cluster import ClusterSpec
 from megalith.spec.problem import Problem, SpecErrors
 
 MODELS = ("llama3.2-1b", "llama3.1-8b", "llama3.1-70b", "llama3.1-405b", "dense-2t")
-"""Models of a map by default."""
+"""Default models of a map."""
 
 SPACE = Space(microbatches=(1, 2, 4), most_chunks=4, again=(), offload=())
-"""A small search space, because each of a map's many squares is a search."""
+"""A small search space, because each square of the map needs its own search."""
 
 MAXIMUM = 7
 """Largest number of columns, each a number of nodes."""
@@ -73,7 +73,7 @@ def atlas(plan_request: PlanRequest, models: Sequence[str], *, tick: Callable[[s
 
 
 def columns(nodes: int) -> tuple[int, ...]:
-    """At most MAXIMUM numbers of nodes, from 1 to all nodes, each the previous one times the same power of two, except the
+    """Return at most MAXIMUM numbers of nodes, from 1 to all nodes; each is the previous number times the same power of two, except the
     last."""
     found = [1 << bit for bit in range(nodes.bit_length())]
     step = -(-len(found) // (MAXIMUM - 1))

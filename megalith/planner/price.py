@@ -60,7 +60,7 @@ Followed = Iterator[tuple[str, Plan]]
 
 
 def _fewer_tensor_ranks(plan: Plan, request: ResolvedRequest) -> Followed:
-    """Give the tensor ranks to data, or to the pipeline."""
+    """Yield plans with fewer tensor ranks and more data ranks or pipeline ranks."""
     fast = request.cluster.accelerator.scale_up_domain
     times = -(-plan.tensor // fast)
     if plan.tensor % times == 0:
@@ -121,7 +121,7 @@ def prices(request: ResolvedRequest, plan: Plan) -> tuple[Price, ...]:
 
 
 def prices_of(result: PlanResult) -> tuple[Price, ...]:
-    """Return the prices of the run file's plan; without one, of the best plan."""
+    """Return the prices of the rules that the run file's plan breaks, or, if the run file has no plan, the best plan."""
     subject = result.own or result.found.best
     if subject is None or result.request.forward_only:
         return ()

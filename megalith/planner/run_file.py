@@ -34,7 +34,7 @@ def as_run(result: PlanResult) -> str:
     )
     if request.resolved is None:
         head += f"# data.path = {DATA!r} is a guess: write your own"
-        head += "." if request.tokens else f"; train.steps = {STEPS} is one, too."
+        head += "." if request.tokens else f"; train.steps = {STEPS} is a guess, too."
         head += "\n"
     return head + text.partition("\n")[2]
 

@@ -21,9 +21,9 @@ from megalith.spec.sites import SitesSpec
 PARTS = 64
 """Largest number of parts into which a step's samples are divided."""
 CLOSE = 1.02
-"""A division into fewer parts is chosen if its step is at most this many times as long."""
+"""A division into fewer parts is chosen if its step takes at most this factor longer than the shortest step."""
 TRIES = 4
-"""Largest number of corrections of shares by the step times of their plans."""
+"""Largest number of times that shares are corrected by the step times of the plans found for them."""
 
 
 @dataclass(frozen=True)

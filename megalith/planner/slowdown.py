@@ -43,7 +43,7 @@ class SlowdownReport:
 
     @property
     def to_blame(self) -> Term | None:
-        """The term that exceeds its prediction most; None if the excess is not notable."""
+        """The term that exceeds its prediction most; None if the excess is too small to matter."""
         first = self.terms[0]
         return first if first.over > NOTABLE * self.predicted else None
 

@@ -135,7 +135,9 @@ def test_scales_of_steps_of_another_size_are_named(change: str, late: str) -> No
 def test_cut_experts_have_no_shared_scale_and_no_place() -> None:
     cut = ("model.preset=deepseek-tiny", "train.seq_len=128", "plan.data=2", "plan.expert_tensor=2", "precision.tile=16")
     said = [f"{p.reason}. {p.way_out}" for p in errors("train.precision=nvfp4", *cut) if p.key == "plan.expert_tensor"]
-    assert any("a scale for each tensor" in one for one in said) and any("does not know the positions of its outputs" in one for one in said)
+    assert any("a scale for each tensor" in one for one in said) and any(
+        "does not know the positions of its outputs" in one for one in said
+    )
     assert not errors("train.precision=nvfp4", *cut, 'precision.wide=["*.experts"]')
     assert not errors("train.precision=mxfp4", *cut, "precision.rounding=nearest")
 

@@ -33,7 +33,8 @@ from megalith.spec.plan import EXPERTS_ACTIVATION, UP_PROJECTION, Plan
 from megalith.spec.presets import presets
 
 GROUPS = {"deepseek-v3": {"groups": 8, "active_groups": 4}}
-"""Groups of experts, of which a token uses a few (arXiv:2412.19437, section 2.1.2). The file of measurements lacks them."""
+"""Groups of experts, of which a token uses a few (arXiv:2412.19437, section 2.1.2). The file of measurements does not state these
+groups."""
 
 HYBRIDS = {"mamba2+moe+attn pattern MEMEM*EMEMEM*...": "nemotron3-nano-30b-a3b"}
 """Abbreviated layers of a hybrid in the file of measurements -> the preset with these layers."""
@@ -177,7 +178,7 @@ def _model(row: Row) -> ModelSpec:
 
 def _hybrid(row: Row, sizes: dict[str, Any]) -> ModelSpec:
     if not isinstance(sizes["hybrid"], str):
-        raise CannotSayError(f"{row.text('model')} has layers that are stated as an object, for which there is no preset")
+        raise CannotSayError(f"the layers of {row.text('model')} are stated as an object, for which Megalith has no preset")
     if sizes["hybrid"] not in HYBRIDS:
         raise CannotSayError(f"{row.text('model')} has experts on a latent, which Megalith does not support")
     if "mtp" in sizes:

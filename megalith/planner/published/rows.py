@@ -63,8 +63,8 @@ class Row:
 
     @property
     def memory(self) -> float | None:
-        """Peak bytes of the rank that the source reports. GB are read as GiB, torch's unit, except for groups in DECIMAL.
-        Bytes reserved by torch's allocator are not a peak, because the allocator keeps freed memory."""
+        """Peak bytes of the rank that the source reports. A value in GB is read as GiB, torch's unit, except in groups of DECIMAL. Bytes
+        reserved by torch's allocator are not a peak, because the allocator keeps freed memory."""
         found = None if "max reserved" in self.text("peak_mem_kind") else self.number("peak_mem_gib")
         printed = "gb as printed" in self.text("peak_mem_kind").lower()
         return None if found is None else found * (1e9 if printed and self.group in DECIMAL else GIB)
