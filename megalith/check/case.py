@@ -40,7 +40,7 @@ class Case:
 
     @cached_property
     def model(self) -> ModelSpec | None:
-        """The model as parts; None if a size is faulty, or if the sizes do not make a model: rules about sizes report this."""
+        """The model as parts; None if its sizes are faulty or contradictory (rules about sizes report this)."""
         try:
             return self.spec.model.build()
         except (ValidationError, AbsentError):

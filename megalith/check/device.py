@@ -64,5 +64,5 @@ def device_suits(case: Case) -> Found:
             "train.precision",
             train.precision,
             f"{device.name} only emulates this precision{rate}",
-            f"The device's units compute in {known}.",
+            f"The device computes in {known}.",
         )

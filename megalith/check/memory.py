@@ -128,7 +128,7 @@ def released_gradients_can_be_taken_back(case: Case) -> Found:
         taken, saved = bytes_each(lasting), bytes_each([gradient(spec.train.gradients)])
         reason = (
             "updates before the gradient norm is known, so a run must be able to undo an update. Without the state on disk, "
-            f"undoing takes copies of {taken:g} bytes a parameter, but release saves only {saved:g}"
+            f"undoing an update takes copies of {taken:g} bytes a parameter, but release saves only {saved:g}"
         )
         yield error(key, True, reason, 'Use plan.state.optimizer = "disk" with share = 1.')
     if spec.microbatches > 1:
@@ -254,7 +254,7 @@ def rank_bytes(case: Case) -> float:
 
 
 def activation_bytes(case: Case) -> float:
-    """Approximate bytes of activations that a rank keeps for backward. With full recomputation, these are the inputs of all blocks and
+    """Approximate bytes of activations that a rank keeps for backward. With full recomputation, a rank keeps the inputs of all blocks and
     the activations of one block. If activations are offloaded, three blocks or inputs are on the device: one computes, and two are being
     copied."""
     assert case.model is not None

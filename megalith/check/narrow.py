@@ -90,7 +90,7 @@ def draws_know_their_numbers(case: Case) -> Found:
         return
     nearest = 'precision.rounding = "nearest"'
     if plan.overlap_tensor > 1:
-        reason = "does not work with stochastic rounding of gradients: the position of a piece's tokens is not known"
+        reason = "does not work with stochastic rounding of gradients: the positions of the tokens in a piece are not known"
         yield error("plan.overlap_tensor", plan.overlap_tensor, reason, f"Use overlap_tensor = 1, or {nearest}.")
     if plan.expert_tensor > 1 and (cut := _narrow_experts(case)):
         reason = (

@@ -50,8 +50,8 @@ def matrices_fit(case: Case) -> Found:
 
 
 def clipping_makes_sense(case: Case) -> Found:
-    """Adaptive clipping leaves gradients of the usual norm unchanged, and begins before the run ends. QK-clip has attention heads to
-    scale."""
+    """Adaptive clipping leaves gradients of the usual norm unchanged, and begins before the run ends. QK-clip needs attention heads that
+    it can scale."""
     optimizer, steps = case.spec.optimizer, case.spec.train.steps
     if 0 < optimizer.adaptive_clip < 1:
         reason = "clips even a gradient of the usual norm, so the usual norm shrinks with every update"

@@ -122,6 +122,5 @@ def _sentence(values: dict[str, Any]) -> str:
 
 
 def _listed(words: Sequence[str]) -> str:
-    """Return words as a list in a sentence."""
     *others, last = words
     return f"{', '.join(others)} and {last}" if others else last

@@ -145,7 +145,7 @@ def compressed_tiles_lie_inside_shards(case: Case) -> Found:
 
 
 def kept_tensors_can_leave(case: Case) -> Found:
-    """If tensors kept for backward are to be offloaded, at least some of them are, and the folder for them is usable."""
+    """If tensors kept for backward are to be offloaded, at least one is offloaded, and the folder for it is usable."""
     retain, plan = case.plan.retain, case.plan
     if not retain.places:
         for name, value, unused in (("share", retain.share, 1.0), ("folder", retain.folder, "")):

@@ -74,7 +74,7 @@ def found_by(case: Case, subjects: Collection[str] | None = None) -> list[Proble
 
 
 def _of_its_site(spec: RunSpec, found: Sequence[Problem]) -> Found:
-    """Yield the problems. A key of plan or cluster gets the prefix of the site's table if that table sets it."""
+    """Yield the problems. If the site's table sets a key of plan or cluster, the key gets the table's prefix."""
     moved = dict[str, str]()
     with suppress(AbsentError):
         if spec.sites is not None and spec.sites.plans:

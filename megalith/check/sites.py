@@ -67,7 +67,8 @@ def methods_are_whole(case: Case) -> Found:
 
 
 def asynchronous_merges_need_no_site(case: Case) -> Found:
-    """Asynchronous merges need a quorum without some site, and exclude `eager`, which would correct a difference that may come later."""
+    """Asynchronous merges need a quorum that does not require every site, and exclude `eager`, which would correct a difference that may
+    come later."""
     sites = case.spec.sites
     if sites is None or not sites.staleness:
         return

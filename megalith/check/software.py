@@ -78,7 +78,7 @@ def compiler_keeps_roundings(case: Case) -> Found:
 
 
 def _compiles(setting: str) -> Found:
-    """Yield an error if, with this setting, the installed PyTorch compiles blocks to wrong gradients."""
+    """Yield an error if the installed PyTorch gives wrong gradients for blocks compiled with this setting."""
     installed = version("torch")  # read from disk
     if tuple(map(int, installed.split(".")[:2])) < COMPILES:
         reason = f"does not work with {setting} on torch {installed}, which compiles such blocks to wrong gradients"

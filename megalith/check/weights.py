@@ -137,7 +137,7 @@ def _model(case: Case, start: Path, index: Index, meta: Mapping[str, Any]) -> Fo
 
 
 def _named_so(names: Collection[Change], changes: Collection[Change]) -> str:
-    """Return the end of an advice, which tells how to name differences as intended; empty if there are no differences."""
+    """Return the part of a way out that tells how to name differences as intended; empty without differences."""
     return (
         f", or write train.init_from_changes = {literal(sorted({*changes, *names}))} if the difference is intended"
         if names

@@ -231,7 +231,6 @@ def _training(resolved: "ResolvedRun", spec: "RunSpec", run_dir: Path, verb: str
 
 
 def _table_of_faults(found: "Judgement") -> Table:
-    """Return a table of the outcome of each kind of fault."""
     table = Table(
         box=SIMPLE_HEAD,
         padding=(0, 1),
@@ -278,8 +277,8 @@ def sentences(found: "Judgement") -> Iterator[str]:
         yield f"not met: {problem}"
     if found.hidden:
         yield (
-            f"{counted(found.hidden, 'fault')} before the run had recovered from another fault: the run recovered from both, and the "
-            "blame for them is not judged"
+            f"{counted(found.hidden, 'fault')} came before the run had recovered from another fault: the run recovered from "
+            "both, and the blame for them is not judged"
         )
     verdict = "passed" if found.passed else "NOT passed"
     right, of = found.blamed
@@ -297,13 +296,12 @@ def _hangs(hangs: "Hangs") -> Iterator[str]:
     yield f"hangs: {hangs.found}, the longest silence was {hangs.most:.2f} times its detection limit{limits}{late}"
     if hangs.elsewhere:
         yield (
-            f"hangs: {hangs.elsewhere} of these hangs outside of a step, where other limits apply: {hangs.elsewhere_limit:.2f} s "
-            "at most"
+            f"hangs: {hangs.elsewhere} of these hangs came outside of a step, where other limits apply: "
+            f"{hangs.elsewhere_limit:.2f} s at most"
         )
 
 
 def _false_alarms(found: "Judgement") -> Iterator[str]:
-    """Yield each false alarm with its cost."""
     for one in found.false_alarms:
         who = (
             f"rank {one.rank} on {one.node}" if one.rank is not None else f"node {one.node}" if one.node is not None else "nobody"

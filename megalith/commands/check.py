@@ -121,7 +121,6 @@ def _in_8_bits(checked: "CheckResult", *, asked: bool) -> "tuple[Sequence[Proble
 
 
 def _show_gains(found: "Gains | None", spec: "RunSpec") -> None:
-    """Print how much time 8-bit products save or cost in each layer."""
     if found is None:
         print(
             f'cluster = "{spec.cluster}": the trainer has no 8-bit products here, so fp8 would be rehearsed (emulated, without its speed)'
@@ -170,7 +169,6 @@ def _show_treated(spec: "RunSpec") -> None:
 
 
 def _show_run(spec: "RunSpec") -> None:
-    """Print the number of ranks, microbatches, tokens and steps in one line."""
     plan = spec.plan
     ranks = f"{plan.ranks} rank{'s' * (plan.ranks > 1)}"
     if spec.sites is not None:

@@ -103,7 +103,6 @@ def starting_from(checkpoint: Path, model: "Model") -> "RunSpec":
 
 
 def _for_cluster(wish: InitRequest) -> dict[str, Any]:
-    """Return the values of a run on a cluster."""
     from megalith.planner import plan_result, request  # the planner takes long to import
     from megalith.spec.problem import Problem, SpecErrors
 

@@ -25,7 +25,7 @@ def command(
     engine: Annotated[str, typer.Option(help="slurm, k8s, ray, torchrun or local.", show_default=False)],
     settings: Settings = None,
     run_dir: Annotated[Path | None, typer.Option(help="Run folder on the machines. Default: runs/NAME.")] = None,
-    nodes: Annotated[int | None, typer.Option(help="Number of nodes. Default: the number that the run's cluster needs.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Number of nodes. Default: as many nodes as the run's cluster needs.")] = None,
     ranks_per_node: Annotated[int | None, typer.Option(help="Ranks on each node, instead of --nodes.")] = None,
     gpus_per_node: Annotated[
         int | None, typer.Option(min=0, help="GPUs of each node. Default: one GPU for each rank if the run is for GPUs.")
@@ -150,8 +150,8 @@ def _variables(settings: list[str] | None) -> dict[str, str] | None:
 
 
 def _placed(artefact: "Artefact", out: str | None) -> LaunchResult:
-    """Return the launch for an artefact that is written to `out`, a file or a folder. The file's text and the command then contain this
-    path."""
+    """Return the launch for an artefact that is written to `out`, a file or a folder. The text and the command of the returned launch
+    name the written file by its path."""
     path = None if out is None else Path(out, artefact.file if out.endswith("/") or Path(out).is_dir() else "")
     submit = artefact.submit.replace(artefact.file, str(path)) if path else artefact.submit
     return LaunchResult(artefact.file, path, artefact.text.replace(artefact.submit, submit), submit)

@@ -150,7 +150,6 @@ def _draws_with_a_bar(count: int, seed: int) -> dict[str, Any]:
 
 
 def _show(found: dict[str, Any]) -> None:
-    """Print the differences between the run's plan and one process."""
     table = Table("quantity", "worst gap", "limit", "where", "")
     for row in found["rows"]:
         verdict = "[green]equal[/]" if row["equal"] else "[bold red]NOT equal[/]"
@@ -165,7 +164,6 @@ def _show(found: dict[str, Any]) -> None:
 
 
 def _show_draws(found: dict[str, Any]) -> None:
-    """Print the combinations that are not equal, and the verdict on all."""
     wrong = [case for case in found["cases"] if case["outcome"] != "equal"]
     if wrong:
         Console(highlight=False).print(_table_of_gaps(wrong))

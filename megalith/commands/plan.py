@@ -212,8 +212,8 @@ def command(
 
 @contextmanager
 def _searching() -> Iterator[Callable[[int, int], None]]:
-    """Yield a function that shows a search on a progress bar. Its arguments are the number of model parts traced so far, and the number
-    of parts to trace."""
+    """Yield a function that shows a search on a progress bar. The function's arguments are the number of model parts traced so far, and
+    the number of parts to trace."""
     with progress() as bar:
         task = bar.add_task("searching", total=None, counts="")
         bar.refresh()

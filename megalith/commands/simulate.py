@@ -351,7 +351,6 @@ def _show_swept(found: SweepResult, seeds: int) -> None:
 
 
 def _show_formulas(found: SweepResult) -> None:
-    """Print Young's and Daly's intervals beside the best simulated one."""
     plan, (unit, _) = found.plan, found.scale
     if not found.known:
         print("Young's and Daly's formulas give no interval: there are no faults, or checkpoints take no time.")

@@ -116,7 +116,6 @@ def _train_and_show(request: RunRequest, profile: str | None, *, as_json: bool, 
 
 
 def _summarize(trained: TrainResult, page: Path, console: Console) -> None:
-    """Print the run's tables, and the path of its report page."""
     from megalith.fleet.exit_codes import ORDERLY
     from megalith.report import tables  # drawing
 

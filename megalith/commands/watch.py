@@ -163,7 +163,6 @@ def _follow(sources: "list[Source]", rules: "AlertsSpec", *, told: bool) -> None
 
 
 def _serve(sources: "list[Source]", port: int, *, act: bool, rules: "AlertsSpec | None") -> None:
-    """Serve the live page until Ctrl-C or SIGTERM."""
     from megalith.watch.server import Server
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)

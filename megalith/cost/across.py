@@ -85,7 +85,7 @@ def across(shapes: Shapes, sites: SitesSpec, step: float, *, steps: int | None =
     """Predict a run whose sites take `step` seconds for a step; None for one site, or if the run file names no link.
 
     `steps`: number of steps of the run. The last step merges the whole model; this merge is predicted only if the run has at most LONG
-    rounds. None: the run is longer. `packet`: bytes of the link's packets.
+    rounds. `steps` = None: the run has more than LONG rounds. `packet`: bytes of the link's packets.
     """
     if sites.link is None or sites.count == 1:
         return None
@@ -112,9 +112,9 @@ def choose(
     Loss grows with the interval, so the shortest interval is chosen with which sites compute for the share GOOD of the time at HEADROOM
     of the link's rate; then the most bits, the least overlap, and the fewest fragments. If this interval exceeds MAX_INTERVAL, runs of at
     least MIN_ROUNDS rounds get the sparse method. If no interval reaches GOOD, because a round trip takes many steps, sites are eager; if
-    eager sites do not reach GOOD either, the method with the highest share is chosen. `rounds_well`: True if 2 bits suffice for
-    differences, as with Muon (Thérien et al. 2025, arXiv:2505.23725). `longest`: the number of steps of the run, which is the largest
-    possible interval.
+    eager sites do not reach GOOD either, the method with the highest share of computing time is chosen. `rounds_well`: True if 2 bits
+    suffice for differences, as with Muon (Thérien et al. 2025, arXiv:2505.23725). `longest`: the number of steps of the run, which is the
+    largest possible interval.
     """
     assert sites.link is not None
     counted_on = sites.link.model_copy(update={"megabits": HEADROOM * sites.link.megabits})

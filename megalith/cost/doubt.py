@@ -69,8 +69,8 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class LearnedSpread:
-    """Estimate for a stack from some rows: `mean`, the logarithm of its factor; `deviation`, the uncertainty of the mean; `within`, the
-    scatter of rows; `wrong`, the indices of ignored rows."""
+    """Estimate for a stack from some rows: `mean`, the logarithm of the stack's factor; `deviation`, the uncertainty of the mean;
+    `within`, the scatter of rows; `wrong`, the indices of ignored rows."""
 
     mean: float
     deviation: float
@@ -145,8 +145,8 @@ def by_group(residuals: Sequence[Residual], kind: str) -> dict[str, list[float]]
 
 
 def spread(groups: Mapping[str, Sequence[float]]) -> Spread:
-    """Return the spread of the rows of some groups. Each reach is found as predictions use it: every group is measured in deviations of
-    the other groups."""
+    """Return the spread of the rows of some groups. To find a `reach`, each group is measured in deviations estimated from the other
+    groups, as in predictions."""
     plain = _deviations(groups)
     alone: list[tuple[float, float]] = []
     known: list[tuple[float, float]] = []

@@ -208,7 +208,6 @@ def busy_seconds(workload: Workload, traced: Parts, spent: PartTimes) -> float:
 
 
 def _message_seconds(workload: Workload, setting: Setting) -> float:
-    """Return the seconds that one activation takes from a stage to the next."""
     plan = workload.plan
     if plan.pipeline == 1:
         return 0.0
@@ -219,9 +218,9 @@ def _message_seconds(workload: Workload, setting: Setting) -> float:
 def _bubble(workload: Workload, stages: list[StageTime], slowest: int, sent: float) -> float:
     """Return the idle seconds of the slowest rank in a step.
 
-    For schedules that fill and drain, a closed form (Narayanan et al. 2021) adds the time of one microbatch in a chunk of every other
-    rank, and messages; with equal stages it is (p - 1) / chunks times a microbatch's time on a rank. For other schedules, all stages take
-    the mean time.
+    Schedules that fill and drain have a closed form (Narayanan et al. 2021): the sum over all other ranks of the time for one microbatch,
+    divided by `chunks`, plus messages; with equal stages, (p - 1) / chunks of a rank's time for one microbatch. For other schedules, all
+    stages take the mean time.
     """
     plan = workload.plan
     others = sum(stage.total for rank, stage in enumerate(stages) if rank != slowest)
@@ -343,7 +342,6 @@ def model_flops(workload: Workload, traced: Parts) -> float:
 
 @lru_cache(1 << 14)
 def _forward_flops(traced: Parts) -> float:
-    """Return the forward FLOPs of one rank and one microbatch."""
     counts = Counter(traced.kinds)
     blocks = sum(times * traced.blocks[kind].flops("F") for kind, times in counts.items())
     head = traced.head.flops() / 3  # a chunked loss forms the gradients in forward

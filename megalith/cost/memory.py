@@ -256,7 +256,7 @@ def _released(workload: Workload, parts: Parts, here: RankParts) -> float:
 
 
 def updated(workload: Workload, held: Numbers) -> float:
-    """Return the number of weights that one rank updates, of the weights `held` on its pipeline rank."""
+    """Return the number of weights that one rank updates, out of the weights `held` by its pipeline rank."""
     shards, expert_shards = workload.shards
     return held.dense / shards + held.expert / expert_shards
 

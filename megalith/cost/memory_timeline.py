@@ -25,7 +25,7 @@ class OffloadedBytes(NamedTuple):
 
     size: float = 0.0
     disk: float = 0.0
-    """Bytes that are offloaded to disk. The other bytes are in host memory."""
+    """Bytes that are offloaded to disk. Offloaded bytes that are not on disk are in host memory."""
 
     def plus(self, other: "OffloadedBytes", times: int = 1) -> "OffloadedBytes":
         """Return the sum of these bytes and `times` the bytes of `other`."""
@@ -124,7 +124,7 @@ class _Timeline:
         self.gathers = Numbers(*(0.0 if plan.zero < 3 else workload.width if count > 1 else once for count in shards))
         """Bytes of a dense weight, and of an expert's weight, that exist only while its part computes."""
         self.sends = Numbers(*(float(plan.zero == 3 and count > 1) for count in shards))
-        """1 if a gather sends messages, else 0. Without messages, all weights of the next part are cast at once."""
+        """1 if a gather sends messages, else 0. If a gather sends no messages, all weights of the next part are cast at once."""
         self.joins = Numbers(*(workload.gradient_bytes * (one * count > 1) for one, count in zip(copies, shards, strict=True)))
         """Bytes of a gradient in the buffer of a reduction."""
         self.shares = Numbers(*(workload.gradient_bytes / count for count in shards))

@@ -86,8 +86,8 @@ def rate(line: Line, wires: Wires) -> float:
 
 
 def ring(line: Line, wires: Wires) -> float:
-    """Latency of a ring in seconds: the start of a collective, a hundredth of that for each rank in a domain, and a hop for each further
-    domain."""
+    """Latency of a ring in seconds: the start of a collective, a hundredth of this start for each rank in a domain, and a hop for each
+    further domain."""
     inside = line.inside(wires.domain)
     return wires.latency * (1 + 0.01 * inside) + wires.hop * (line.size / inside - 1)
 

@@ -216,7 +216,7 @@ _bared: dict[int, tuple[ModelSpec, ModelSpec]] = {}  # by identity, of models ke
 
 
 def _bare(model: ModelSpec) -> ModelSpec:
-    """The model without the values that change no figure of a single part."""
+    """The model with only the values that affect the figures of single parts."""
     if id(model) not in _bared:
         head = model.head.model_copy(update={"ahead": None, "tied": False})
         bare = {"name": "", "blocks": model.blocks[:1], "head": head, "context": 0, "init_std": 0.02}
@@ -297,7 +297,6 @@ def _chunks(key: Key) -> _Line | None:
 
 
 def _read(key: Key) -> Profile | None:
-    """Return the cached profile, if there is one."""
     found = _known.get(key)
     if found is None and (value := kept.read(_path(key))) is not None:
         found = _known[key] = Profile.from_json(value)

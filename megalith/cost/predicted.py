@@ -306,7 +306,6 @@ def _exchanges(workload: Workload, here: _Here) -> Iterator[Sent]:
 
 
 def _times(here: _Here) -> dict[int, Counter[Phase]]:
-    """Return the number of times that each phase of each stage runs."""
     found: dict[int, Counter[Phase]] = {stage: Counter() for stage in here.stages}
     for action in computations(here.actions):
         found[action.stage].update(DOES[action.kind])

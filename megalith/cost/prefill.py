@@ -101,7 +101,6 @@ def _stage(here: RankParts, spent: PartTimes) -> SpentSeconds:
 
 
 def _flops(workload: Workload, traced: Parts) -> float:
-    """Return the FLOPs of all sequences on all ranks."""
     plan = workload.plan
     known: dict[int, float] = {}
     for block in traced.blocks:

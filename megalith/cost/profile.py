@@ -154,8 +154,8 @@ class Profile:
         return cls(**{**value, **lists})
 
     def extrapolate(self, other: "Profile", times: int) -> "Profile | None":
-        """Return this profile plus `times` the difference of `other` from it. All sequences of a microbatch cost the same, so figures are
-        linear in the microbatch. None if the two profiles do not have the same operations."""
+        """Return this profile plus `times` the difference between `other` and this profile. All sequences of a microbatch cost the same,
+        so figures are linear in the microbatch. None if the two profiles do not have the same operations."""
         try:
             return _extrapolate(self, other, times)
         except _UnlikeError:
@@ -227,7 +227,7 @@ class Layout:
     actions: tuple[tuple[str, Action], ...] = ()
     """Actions of named parts for the tensors that they keep, except recomputation (`Plan.actions`)."""
     rounded_tile: int = 128
-    """How many numbers share a scale if an action keeps them in 8 bits."""
+    """How many numbers share a scale if an action keeps tensors in 8 bits."""
     rest: Place = "host"
     """The place to which the tensors of unnamed parts are offloaded, if some tensors are offloaded."""
     attention: Literal["fused", "plain"] = "fused"

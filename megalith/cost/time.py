@@ -358,7 +358,7 @@ class _Starts:
 
 def _unfused(profile: Profile, phase: Phase) -> int:
     """Number of kernels that a router made of torch's operations launches in addition to the kernels of a fused router: UNFUSED (72 - 31)
-    in forward; in backward, the number of kernels of the traced router."""
+    in forward; in backward, in proportion to the traced router's kernels."""
     return round(UNFUSED * profile.routed[phase] / profile.routed["F"]) if profile.routed["F"] else 0
 
 

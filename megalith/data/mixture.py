@@ -2,8 +2,8 @@
 
 Shares are rounded to multiples of 1/65,536, so the sequence has a period of at most 65,536 samples. After any number n of samples, a
 domain with share w has had between n w - 1 and n w + 1 samples (Tijdeman 1980, "The chairman assignment problem": with k domains the gap
-stays within 1 - 1/(2k - 2)). The domain of sample n is therefore one look-up, and the number of earlier samples from this domain takes
-whole periods and a second look-up. A mixture has no state, and any number of ranks get the same result.
+stays within 1 - 1/(2k - 2)). The domain of sample n is therefore one look-up, and the number of earlier samples from this domain is the
+sum of whole periods and a second look-up. A mixture has no state, and any number of ranks get the same result.
 """
 
 import heapq

@@ -95,7 +95,7 @@ class _Phase:
     mixed: int
     """Number of the sample, in the run, at which the mixture's sequence of domains begins."""
     before: tuple[int, ...]
-    """For each domain, number of samples that this sequence took before this phase."""
+    """For each domain, number of samples that the mixture's sequence took before this phase."""
     passes: tuple[_Pass, ...]
     """Progress of each domain when this phase begins."""
 
@@ -332,7 +332,6 @@ class Stream:
         return found
 
     def _places(self, domain: int, where: _Pass) -> int:
-        """Return the number of places in a whole pass."""
         return _windows(self._readers[domain].tokens, where.unit) * where.unit
 
     def _further(self, domain: int, where: _Pass, seq_len: int, samples: int) -> _Pass:
@@ -345,7 +344,6 @@ class Stream:
         return _Pass(where.epoch + 1 + epochs, seq_len, windows * seq_len)
 
     def _following(self, phase: _Phase, change: PhaseChange) -> _Phase:
-        """Return the phase that begins with `change` after `phase`."""
         mixture, counts = self._mixture_of(change.weights), phase.mixture.counts(change.first - phase.mixed).tolist()
         passes = list[_Pass]()
         for domain, (where, count, before) in enumerate(zip(phase.passes, counts, phase.before, strict=True)):

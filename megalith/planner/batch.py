@@ -133,8 +133,8 @@ class Advice:
             return f"No batch above the run's own {own} sequences has a clear verdict: use more --replicas or --steps."
         if self.begins is None:
             return (
-                f"With batches up to {self.critical} sequences, the largest with a verdict, the loss after the same tokens is as "
-                "good as the run's."
+                f"Up to {self.critical} sequences a step, the largest batch with a verdict, the loss after the same tokens is "
+                "as good as with the run's batch."
             )
         return (
             f"The loss after the same tokens gets worse between {self.critical} and {self.begins} sequences a step: "

@@ -290,7 +290,6 @@ def _experts(model: ModelSpec, ranks: int, tensor: int) -> list[tuple[int, int]]
 
 
 def _schedules(model: ModelSpec, pipeline: int, rounds: int, space: Space) -> list[tuple[str, int]]:
-    """Return the names and chunks of possible schedules."""
     if pipeline == 1:
         return [("1f1b", 1)]
     blocks = len(model.blocks)
@@ -316,7 +315,6 @@ class Share(NamedTuple):
 
 
 def _shares(cluster: ClusterSpec, data: int, context: int, stride: int, pipeline: int, space: Space) -> list[Share]:
-    """Return the shardings that a search tries."""
     if data * context == 1:
         return [Share(0, 1)]
     found = [Share(zero, 1) for zero in space.zero if zero < 2 or pipeline == 1]

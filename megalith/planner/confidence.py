@@ -42,7 +42,7 @@ class Expected:
     """Expected errors of predictions for one model on one cluster, without the user's own measurements."""
 
     kind: str
-    """The kind of prediction for its times: for dense models, or for models with experts."""
+    """The kind of prediction for step times: for dense models, or for models with experts."""
     time: Spread
     memory: Spread
     known: bool

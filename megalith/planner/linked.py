@@ -62,8 +62,8 @@ def linked(request: ResolvedRequest, step: float, alone: Callable[[], float | No
 
 
 def _together(request: ResolvedRequest, sites: SitesSpec) -> SitesSpec | None:
-    """The run's table of sites, changed to exchange gradients; None if sites already exchange gradients, or if the run does not allow
-    it."""
+    """The run's table of sites, changed to exchange gradients; None if sites already exchange gradients, or if the run cannot exchange
+    them."""
     run = request.run.model_copy(update={"sites": sites})
     experts = any(isinstance(block.mlp, MoeSpec) for block in request.model.blocks)
     if sites.exchanges_gradients or any(made_apart(run, experts=experts)):

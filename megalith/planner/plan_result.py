@@ -261,7 +261,7 @@ class Point:
 
 def frontier(request: ResolvedRequest, found: SearchResult) -> tuple[Point, ...]:
     """Return the Pareto frontier, the fastest layout first, on all devices, and on a half, a quarter and an eighth of the devices (only
-    on all devices if figures were measured on a CPU). With fewer devices, a step takes longer, but less of their time is wasted."""
+    on all devices if figures were measured on a CPU). With fewer devices, a step takes longer, but less device time is wasted."""
     points = [_point(request.cluster, choice) for choice in found.pareto]
     for share in (2, 4, 8):
         if request.cluster.count % share:

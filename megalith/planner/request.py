@@ -233,7 +233,6 @@ def resolve(plan_request: PlanRequest) -> ResolvedRequest:
 
 
 def _small(run: RunSpec) -> RunSpec:
-    """The run with moments in 8 bits."""
     return run.model_copy(update={"optimizer": run.optimizer.model_copy(update={"moments": "fp8"})})
 
 

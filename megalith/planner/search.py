@@ -72,12 +72,12 @@ class SearchResult:
     refused: int = 0
     """Number of plans that `valid` refused although they are at least as fast as the slowest shown plan."""
     offloaded: int = 0
-    """Number of plans that only fit with some of the optimizer's state or of the activations in host memory or on disk. These plans are
-    not in `too_large`."""
+    """Number of plans that only fit with some of the optimizer's state or of the activations in host memory or on disk. Plans that fit
+    only in this way are not in `too_large`."""
     runnable: Candidate | None = None
     """The best plan that leaves all state and activations on the devices."""
     recomputed: int = 0
-    """Number of plans that only fit with recomputation in segments. These plans are not in `too_large`."""
+    """Number of plans that only fit with recomputation in segments. Plans that fit only in segments are not in `too_large`."""
 
     @property
     def best(self) -> Candidate | None:
@@ -198,8 +198,8 @@ class _Sorter:
                 self.least = again[-1]
 
     def _keep(self, workload: Workload, held: Memory) -> None:
-        """Keep a workload that fits. If it leaves little memory free, also keep variants that need less memory, because the exact memory
-        may be higher."""
+        """Keep a workload that fits. If the workload leaves little memory free, also keep variants that need less memory, because the
+        exact memory may be higher."""
         scorer = self.scorer
         if kind(workload.plan.schedule).fills_and_drains:
             insort(self.fitting, _choice(workload, held, scorer), key=_step)
@@ -253,9 +253,9 @@ def _elsewhere(
 
 
 def _lighter(bases: Sequence[Sized], scorer: "Scorer", shares: Sequence[float]) -> Sized | None:
-    """Return the first of some workloads that fits with some of its optimizer's state offloaded, and its memory. These ways are tried in
-    order: the smallest share in host memory; all state on disk; all state on disk and gradients released; under ZeRO 3, all state and
-    weights on disk. None: none does."""
+    """Return the first of some workloads that fits with some of its optimizer's state offloaded, and its memory. Offloading is tried in
+    this order: the smallest share in host memory; all state on disk; all state on disk and gradients released; under ZeRO 3, all state
+    and weights on disk. None: none does."""
     gathering = [(other, held) for one, held in bases if host.has_weights(other := replace(one, plan=under_zero_3(one.plan)))]
     freed, both = ([sized for sized in some if released.can_be(sized[0])] for some in (bases, gathering))
     tried: Sequence[tuple[Sequence[Sized], str, Sequence[StateSpec]]] = (

@@ -21,7 +21,7 @@ from megalith.spec.sites import SitesSpec
 PARTS = 64
 """Largest number of parts into which a step's samples are divided."""
 CLOSE = 1.02
-"""A division into fewer parts is chosen if its step takes at most this factor longer than the shortest step."""
+"""A division into fewer parts is chosen if its step takes at most this factor times as long as the shortest step."""
 TRIES = 4
 """Largest number of times that shares are corrected by the step times of the plans found for them."""
 
@@ -166,7 +166,6 @@ def _planned(
     there: Sequence[ClusterSpec],
     search: Callable[[ResolvedRequest], SearchResult],
 ) -> SitesResult:
-    """Find the best plan of each site for its share."""
     assert request.sites is not None and request.resolved is not None
     each = tuple(one.model_copy(update={"share": share}) for one, share in zip(request.sites.each, shares, strict=True))
     sites = request.sites.model_copy(update={"each": each})

@@ -99,7 +99,7 @@ class Ways:
 
     @classmethod
     def on(cls, device: Accelerator, narrow: Narrow, wide: str, *, ranks: int) -> "Ways":
-        """Return how products are computed on a device, without layers yet. `ranks`: how many ranks hold a part of each tensor."""
+        """Return how products are computed on a device; `within` adds the layers. `ranks`: how many ranks hold a part of each tensor."""
         asked, whole = narrow.choices.multiply == "codes", PRECISIONS[narrow.precision].factors.name == "nvfp4"
         codes = asked and in_codes(narrow.choices, narrow.precision, device.compute_capability)
         return cls(wide, narrow, {}, False, codes, ranks > 1 and (whole or not narrow.tile))
@@ -175,7 +175,6 @@ class Ways:
 
     @cached_property
     def _coded(self) -> float:
-        """Return the bytes moved to turn a number into a code."""
         apart = self.shared or self.narrow.choices.history > 0
         return CODED[self.narrow.choices.granularity] + (SHARED if apart else 0.0)
 

@@ -33,8 +33,8 @@ from megalith.spec.plan import EXPERTS_ACTIVATION, UP_PROJECTION, Plan
 from megalith.spec.presets import presets
 
 GROUPS = {"deepseek-v3": {"groups": 8, "active_groups": 4}}
-"""Groups of experts, of which a token uses a few (arXiv:2412.19437, section 2.1.2). The file of measurements does not state these
-groups."""
+"""Groups of experts, of which a token uses a few (arXiv:2412.19437, section 2.1.2). The file of measurements does not state groups of
+experts."""
 
 HYBRIDS = {"mamba2+moe+attn pattern MEMEM*EMEMEM*...": "nemotron3-nano-30b-a3b"}
 """Abbreviated layers of a hybrid in the file of measurements -> the preset with these layers."""

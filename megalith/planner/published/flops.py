@@ -14,7 +14,7 @@ def step_flops(
     model: ModelSpec, *, tokens: int, seq_len: int, causal: Literal["full", "half"], recomputed: bool, head: bool = True
 ) -> float:
     """Return the FLOPs of one step. Each token takes 6 FLOPs for each weight of matrix products, and 12 for each channel of each
-    attention score; 8 and 16 if blocks are recomputed."""
+    attention score; with recomputed blocks, 8 and 16 FLOPs."""
     blocks = sum(
         2 * _weights(block, model.dim) + _state(block) + _scores(block) * seq_len * (0.5 if causal == "half" else 1.0)
         for block in model.blocks
