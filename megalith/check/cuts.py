@@ -19,7 +19,7 @@ class Cut(NamedTuple):
     """The layers, within a block, that have these channels as inputs or outputs."""
     channels: int
     share: int
-    """The channels that one rank multiplies."""
+    """The number of channels that one rank multiplies."""
 
 
 def cuts_of(block: BlockSpec, case: Case) -> Iterator[Cut]:

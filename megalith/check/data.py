@@ -79,7 +79,7 @@ def vocabulary_covers_the_tokens(case: Case) -> Found:
 
 
 def weighted_domains_exist(case: Case) -> Found:
-    """A mixture only names domains of the data, and at least one has a share above 0."""
+    """A mixture only names domains of the data, and at least one domain has a share above 0."""
     weights = case.spec.data.weights
     if weights is None:
         return

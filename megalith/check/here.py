@@ -127,7 +127,7 @@ def memory_holds_the_state(here: Here) -> Found:
 
 
 def processors_run_the_ranks(here: Here) -> Found:
-    """Each rank has a processor: ranks that share one take turns."""
+    """Each rank has a processor: ranks that share a processor take turns."""
     ranks, processors = here.ranks, here.machine.processors
     if ranks > processors:
         reason = f"{_counted(ranks, 'rank')} would share the {_counted(processors, 'processor')} of this machine, and take turns"

@@ -161,7 +161,9 @@ def released_gradients_are_updated_by_parts(case: Case) -> Found:
         ("plan.post_validation", case.plan.post_validation),
     ):
         if value:
-            reason = f"frees gradients inside the backward, but {other} = {str(value).lower()} needs all gradients after it"
+            reason = (
+                f"frees gradients inside the backward, but {other} = {str(value).lower()} needs all gradients after the backward"
+            )
             yield error(key, True, reason, f"Leave out {other}, or use release = false.")
 
 
@@ -200,7 +202,9 @@ def disk_takes_the_state(case: Case) -> Found:
         reason = (
             f"needs at least {format_bytes((PAIR + saved) * slot)} for state files, including files that checkpoints keep, {has}"
         )
-        yield advice("plan.state.folder", state.folder, reason, f"{way_out} Without room a save fails, or training waits for it.")
+        yield advice(
+            "plan.state.folder", state.folder, reason, f"{way_out} Without room a save fails, or training waits for room."
+        )
 
 
 def existing(folder: Path) -> Path:
@@ -215,7 +219,7 @@ def unusable(there: Path) -> str:
 
 
 def long_sequences_recompute(case: Case) -> Found:
-    """Long sequences use recomputation: activations grow with the sequence, and recomputation saves them at the cost of time."""
+    """Long sequences use recomputation: activations grow with the sequence, and recomputation saves activations at the cost of time."""
     plan, train = case.plan, case.spec.train
     if plan.recompute != "none" or case.model is None or case.spec.microbatches == 0:
         return
@@ -330,9 +334,9 @@ def _held(case: Case, plan: Plan, parameters: Count, places: int) -> float:
 
 
 def _saved_numbers(block: BlockSpec, dim: int) -> int:
-    """Return approximately how many numbers a block keeps for backward per token, with fused kernels. These are the inputs and
-    outputs of norms; attention's queries, keys, values and output; the outputs of Mamba-2's projections, recurrence and norm; and
-    the MLP's gate, up, activation(gate) and their product, for each expert that the token goes to."""
+    """Return approximately how many numbers a block keeps for backward per token, with fused kernels. A block keeps the inputs and
+    outputs of norms; attention's queries, keys, values and output; the outputs of Mamba-2's projections, recurrence and norm; and the
+    MLP's gate, up, activation(gate) and their product, for each expert that the token goes to."""
     halves = bool(block.attention or block.mamba) + bool(block.mlp)
     own = own_tensors(block, dim)  # of an own half, twice what its matrices give
     saved = 2 * dim * halves + 2 * sum(each.shape[0] for half in own.values() for each in half if each.role == "matrix")

@@ -61,7 +61,7 @@ def kv_heads_meet_the_tensor_ranks(case: Case) -> Found:
         attention = block.attention
         heads = attention.kv_heads if isinstance(attention, AttentionSpec) and not attention.own else tensor
         if heads % tensor and tensor % heads:
-            reason = f"neither divides kv_heads = {heads} ({name}.attention) nor is a multiple of it"
+            reason = f"neither divides kv_heads = {heads} ({name}.attention) nor is a multiple of {heads}"
             yield error("plan.tensor", tensor, reason, divisors("tensor", heads, tensor))
 
 
@@ -102,7 +102,7 @@ def context_divides_the_sequence(case: Case) -> Found:
 
 
 def experts_have_ranks(case: Case) -> Found:
-    """Expert ranks are ranks of one pipeline stage. They divide the experts and the width of each expert evenly."""
+    """Expert ranks are ranks of one pipeline stage. Expert ranks divide the experts and the width of each expert evenly."""
     plan = case.plan
     moes = {name: block.mlp for block, name in case.blocks.items() if isinstance(block.mlp, MoeSpec)}
     asked = [name for name in ("expert", "expert_tensor") if getattr(plan, name) > 1]
@@ -116,7 +116,7 @@ def experts_have_ranks(case: Case) -> Found:
     if ranks % (plan.expert * plan.expert_tensor):
         product = plan.expert * plan.expert_tensor
         reason = f"x expert_tensor {plan.expert_tensor} = {product} does not divide data x context x tensor = {ranks}"
-        way_out = f"Use a product that divides it: {', '.join(str(d) for d in range(1, ranks + 1) if ranks % d == 0)}."
+        way_out = f"Use a product that divides {ranks}: {', '.join(str(d) for d in range(1, ranks + 1) if ranks % d == 0)}."
         yield error("plan.expert", plan.expert, reason, way_out)
     for name, moe in moes.items():
         if moe.experts % plan.expert:

@@ -57,5 +57,5 @@ def sequences_fit_the_context(case: Case) -> Found:
 def routing_is_learnt(case: Case) -> Found:
     """The router chooses experts: tokens that are sent to experts in turn do not train it."""
     if any(isinstance(block.mlp, MoeSpec) and block.mlp.router.balanced for block in case.blocks):
-        reason = "sends tokens to experts in turn and ignores their scores: this measures speed, but trains no routing"
+        reason = "sends tokens to experts in turn and ignores the router's scores: this measures speed, but trains no routing"
         yield advice("model.balanced", True, reason, "Leave this key out unless the run is a benchmark.")

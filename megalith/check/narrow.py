@@ -150,7 +150,7 @@ def blocks_become_wide(case: Case) -> Found:
 
 
 def dispatch_has_the_experts_numbers(case: Case) -> Found:
-    """Tokens are sent in the format that experts round them to, with scales under which they remain bf16 numbers."""
+    """Tokens are sent in the format to which experts round them, with scales under which they remain bf16 numbers."""
     choices, precision = case.spec.precision, case.spec.train.precision
     if choices.dispatch == "wide" or not is_narrow(precision):
         return
@@ -284,7 +284,7 @@ def rotations_fit(case: Case) -> Found:
         reason = f'does not work with precision.granularity = "{choices.granularity}": the transform needs tiles of tokens'
         yield error("precision.hadamard", True, reason, "Use only one of these settings.")
     elif tile & (tile - 1):
-        reason = "is not a power of two, but precision.hadamard needs one"
+        reason = "is not a power of two, but precision.hadamard needs a power of two"
         yield error("precision.tile", tile, reason, f"Use tile = {1 << (tile.bit_length() - 1)}, or hadamard = false.")
 
 
@@ -336,8 +336,8 @@ def narrow_is_emulated(case: Case) -> Found:
         return
     if not asked:
         reason = (
-            "is emulated: results are exactly those of the format, but numbers are rounded to it first, "
-            "and then multiplied in bf16, which is slower than bf16 alone"
+            "is emulated: results are exactly those of the format, but numbers are rounded to the format first, and then "
+            "multiplied in bf16, which is slower than bf16 alone"
         )
         yield advice("train.precision", precision, reason, "Use the format to see its effect on the model, and bf16 for speed.")
     if case.plan.compile and not asked:

@@ -57,7 +57,7 @@ def load_admitted(path: Path, overrides: Sequence[str], problems: list[Problem])
 
 
 def admit_part(spec: RunSpec, key: str, name: str) -> None:
-    """Import an own part of the model, and check that it declares its parameters for this model's sizes. Raises
+    """Import a user's own part of the model, and check that the part declares its parameters for this model's sizes. Raises
     own.OwnPartError."""
     parts.admit(name, key.removeprefix("model."))
     try:

@@ -9,7 +9,7 @@ from megalith.spec.base import AbsentError
 
 
 def every_stage_has_a_block(case: Case) -> Found:
-    """Every stage has a block: without one it would only pass messages on, unless it has the embedding or the head."""
+    """Every stage has a block, because a stage without a block only passes messages on, unless it has the embedding or the head."""
     layers, stages, blocks = case.plan.layers, case.plan.stages, case.spec.model.layers
     placed = layers is not None and len(layers) == stages and sum(layers) == blocks
     if stages > blocks and not placed:
@@ -70,8 +70,8 @@ def schedule_can_be_built(case: Case) -> Found:
 
 
 def zero_bubble_is_worth_its_memory(case: Case) -> Found:
-    """ZB-H2 has post-validation: it fills the bubble only if the next step begins before the global norm is known (Qi et al.
-    2024, section 4)."""
+    """ZB-H2 has post-validation: ZB-H2 fills the bubble only if the next step begins before the global norm is known (Qi et al. 2024,
+    section 4)."""
     plan = case.plan
     row = kind(plan.schedule)
     if row.needs_post_validation and not plan.post_validation and plan.pipeline > 1:

@@ -20,8 +20,8 @@ class Change(NamedTuple):
 
     values: dict[str, Any]
     cost: int
-    """Combinations of changes with a lower sum are preferred: first free changes, then those that cost time, then accuracy,
-    then traffic to host or disk."""
+    """Combinations of changes with a lower sum are preferred: first free changes, then changes that cost time, then accuracy, then
+    traffic to host or disk."""
 
 
 NONE = Change({}, 0)

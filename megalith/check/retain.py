@@ -30,7 +30,7 @@ def recomputation_names_what_exists(case: Case) -> Found:
             yield error(key, named, f'"{part}" is not part of a block', way_out)
     if plan.recompute == "selective" and not plan.recompute_parts:
         way_out = 'Use ["attention.core"], or recompute = "none".'
-        yield error("plan.recompute_parts", (), 'names no part, but recompute = "selective" needs one', way_out)
+        yield error("plan.recompute_parts", (), 'names no part, but recompute = "selective" needs a part', way_out)
     again = plan.recomputed_parts
     if nested := [(part, outer) for part in again for outer in PARTS.get(part, ()) if outer in again]:
         reason = "{} is computed a third time, when {} is recomputed".format(*nested[0])

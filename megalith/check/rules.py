@@ -42,7 +42,7 @@ class Rule(NamedTuple):
     subject: str
     """The module of this package that the rule belongs to."""
     find: Callable[[Case], Found]
-    """Function that yields the problems of a case. Its docstring states the rule."""
+    """Function that yields the problems of a case. The function's docstring states the rule."""
 
 
 def check(

@@ -53,7 +53,10 @@ def methods_are_whole(case: Case) -> Found:
         reason = "forgets a share of the unsent part of differences, but no part is unsent, or it is not fed back"
         yield advice("sites.feedback_decay", sites.feedback_decay, reason, "Remove this key, or use sites.top_k or fewer bits.")
     if sites.eager and not sites.overlap:
-        reason = "applies a site's own difference while others are in flight, but with sites.overlap = 0 no step runs meanwhile"
+        reason = (
+            "applies a site's own difference while the other sites' differences are in flight, but with sites.overlap = 0 no "
+            "step runs meanwhile"
+        )
         most = sites.inner_steps - 1
         way_out = (
             f"Use overlap = 1{f' to {most}' * (most > 1)}, or leave sites.eager out."
@@ -79,7 +82,9 @@ def asynchronous_merges_need_no_site(case: Case) -> Found:
         )
         yield error("sites.eager", True, reason, "Remove one of these two settings.")
     if not any(sites.quorum(set(range(sites.count)) - {site}) for site in range(sites.count)):
-        reason = f"allows late differences, but a quorum of {sites.count} sites needs every site, so each merge waits for all"
+        reason = (
+            f"allows late differences, but a quorum of {sites.count} sites needs every site, so each merge waits for all sites"
+        )
         yield advice(
             "sites.staleness", sites.staleness, reason, "Set sites.decides = 0, use three sites, or leave out sites.staleness."
         )

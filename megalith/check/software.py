@@ -81,7 +81,10 @@ def _compiles(setting: str) -> Found:
     """Yield an error if the installed PyTorch gives wrong gradients for blocks compiled with this setting."""
     installed = version("torch")  # read from disk
     if tuple(map(int, installed.split(".")[:2])) < COMPILES:
-        reason = f"does not work with {setting} on torch {installed}, which compiles such blocks to wrong gradients"
+        reason = (
+            f"does not work with {setting} on torch {installed}, which computes wrong gradients in blocks compiled with this "
+            "setting"
+        )
         yield error("plan.compile", True, reason, f"Use torch {'.'.join(map(str, COMPILES))}, or compile = false.")
 
 

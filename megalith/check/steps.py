@@ -19,7 +19,7 @@ def warmup_and_decay_fit(case: Case) -> Found:
         way_out = f"Use decay <= {most}, or less warm-up."
         yield error("optimizer.decay", optimizer.decay, reason, way_out)
     if optimizer.decay > 1 and optimizer.decay % 1:
-        reason = "is above 1, so it is a number of updates, but not a whole one"
+        reason = "is above 1, so it is a number of updates, but not a whole number"
         yield error(
             "optimizer.decay", optimizer.decay, reason, f"Use {round(optimizer.decay)}, or a share of the updates up to 1."
         )

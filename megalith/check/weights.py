@@ -88,7 +88,7 @@ def _tokenizer(case: Case, start: Path, path: Path, meta: Mapping[str, Any]) -> 
             yield error(KEY, str(start), f"its tokenizer {file} cannot be read: {fault}", "Copy or import the checkpoint again.")
             return
     if theirs is None:
-        reason = f"has no {TOKENIZER_FILE} beside it, so it may have another tokenizer than {case.spec.data.path}"
+        reason = f"has no {TOKENIZER_FILE} in its folder, so it may have another tokenizer than {case.spec.data.path}"
         yield advice(
             KEY,
             str(start),
@@ -115,7 +115,9 @@ def _model(case: Case, start: Path, index: Index, meta: Mapping[str, Any]) -> Fo
         found = differences(theirs.build(), ours)
     except (KeyError, TypeError, ValidationError):
         reason = f"its {checkpoints.MANIFEST} describes a model that this version does not know"
-        way_out = "Export it with the version that wrote it (megalith export), and import the result (megalith import)."
+        way_out = (
+            "Export the checkpoint with the version that wrote it (megalith export), and import the result (megalith import)."
+        )
         yield error(KEY, str(start), reason, way_out)
         return
     unnamed = [each for each in found if each.forward and each.change not in changes]

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Faultload:
-    """The faults of a campaign: the number of faults drawn from Llama 3's mix, the seed for the draw, and the number of additional kills of
-    the supervisor and of nodes' agents. With agent kills each node has its own agent, as on many machines. `kinds`: inject only these
-    kinds; empty: all that the run can survive."""
+    """The faults of a campaign: the number of faults drawn from Llama 3's mix, the seed for the draw, and the number of additional kills
+    of the supervisor and of nodes' agents. With agent kills each node has its own agent, as on many machines. `kinds`: inject only these
+    kinds of faults; empty: all kinds that the run can survive."""
 
     count: int = 24
     seed: int = 0

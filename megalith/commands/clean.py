@@ -62,7 +62,10 @@ def left_by(run_dir: Path) -> list[str]:
 
     ended = [one for one in leftovers.find(run_dir=run_dir) if one.state == "ended"]
     return [
-        f"left in {one.where}: {_describe(one)}. The same command resumes from it; `megalith clean {run_dir}` clears it"
+        (
+            f"left in {one.where}: {_describe(one)}. The same command resumes from this copy; `megalith clean {run_dir}` clears "
+            "the copy"
+        )
         for one in ended
     ]
 

@@ -35,8 +35,8 @@ def command(
 
     Each model is the run's model with another width or number of blocks. Each is trained in the standard parametrization and in a
     parametrization that transfers across sizes (mup for widths, completep for depths; or the run's own). Trains on random tokens, so it
-    needs no data. A slope of 0 is flat: a learning rate that is good for a small model is then good for a large one. Exits with 1 if the
-    parametrization that the run asks for is not flat.
+    needs no data. A slope of 0 is flat: a learning rate that is good for a small model is then also good for a large model. Exits with 1
+    if the parametrization that the run asks for is not flat.
 
     Example:  megalith coordcheck run.toml --set optimizer.lr=2e-3 --draw check.svg
     """

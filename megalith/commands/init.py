@@ -128,7 +128,7 @@ def _for_cluster(wish: InitRequest) -> dict[str, Any]:
 
 
 def _for_this_machine(wish: InitRequest, model: "Model") -> dict[str, Any]:
-    """Return the values of a run on this machine: a rank for each GPU if the batch can be divided among them, else one rank."""
+    """Return the values of a run on this machine: a rank for each GPU if these ranks can divide the batch evenly, else one rank."""
     from megalith.machine import capacity
     from megalith.machine.describe import describe
     from megalith.spec.sizes import count_model

@@ -143,7 +143,7 @@ def hand_over(command: str) -> int:
 
 
 def _variables(settings: list[str] | None) -> dict[str, str] | None:
-    """Return NAME=VALUE settings as a mapping; None if there are none. Raises a usage error for text of another form."""
+    """Return NAME=VALUE settings as a mapping; None if there are none. Raises a usage error for any other text."""
     if wrong := [text for text in settings or () if "=" not in text]:
         raise typer.BadParameter(f"--env {wrong[0]} has no value. Write --env {wrong[0]}=VALUE.")
     return {name: value for name, _, value in (text.partition("=") for text in settings)} if settings else None

@@ -62,7 +62,7 @@ def command(
 
 
 def models(words: str = "") -> list[ModelRow]:
-    """Return the model presets; with `words`, only those whose names contain all of them."""
+    """Return the model presets; with `words`, only presets whose names contain all words."""
     from megalith.spec.presets import meant, presets  # specifications take 0.2 s to import
     from megalith.spec.sizes import active_parameters, count_model
 

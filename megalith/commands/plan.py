@@ -93,8 +93,8 @@ Measured = Annotated[
     list[Path] | None,
     typer.Option(
         metavar="FILE|RUN",
-        help="Your own measurements: a table (.csv, as megalith/planner/published/measurements.csv) or the folder of a finished run. "
-        "They correct predicted times, weighted by their reliability. May be repeated.",
+        help="Your own measurements: a table (.csv, as megalith/planner/published/measurements.csv) or the folder of a finished "
+        "run. The measurements correct predicted times, weighted by their reliability. May be repeated.",
     ),
 ]
 Atlas = Annotated[
@@ -293,7 +293,7 @@ def _walk(plan_request: "PlanRequest", measured: Sequence[Path], out: Path | Non
 
     if plan_request.forward_only:
         reason = "leads to a plan for training, but --forward-only plans a prefill"
-        raise SpecErrors([Problem("error", "--guide", None, reason, "Leave out one of them.", "command line")])
+        raise SpecErrors([Problem("error", "--guide", None, reason, "Leave out one of these options.", "command line")])
     if sys.stdin.isatty() and not as_json:
         plan_request = _interview(plan_request)
     with _searching() as tick:

@@ -51,7 +51,7 @@ Latencies = Annotated[
 Days = Annotated[float | None, typer.Option(help="Length of the run. Default: 30.", show_default=False)]
 Seeds = Annotated[int, typer.Option(min=1, help="Number of simulations, each with different faults.")]
 Spares = Annotated[
-    int | None, typer.Option(help="Spare nodes of each site. Default: one for every 128 nodes.", show_default=False)
+    int | None, typer.Option(help="Spare nodes of each site. Default: one spare node for every 128 nodes.", show_default=False)
 ]
 CheckpointEvery = Annotated[
     float | None,
@@ -251,7 +251,7 @@ def known_intervals(plan: "Scenario") -> dict[str, float]:
 
 
 def sweep_values(plan: "Scenario", what: str) -> list[float]:
-    """Return the "intervals" or "spares" that a sweep tries, including the scenario's own value and those of the formulas."""
+    """Return the "intervals" or "spares" that a sweep tries, including the scenario's own value and the values of the formulas."""
     if what == "intervals":
         rounded = {60.0 * minutes for minutes in (1, 2, 5, 10, 20, 30, 60, 120)}
         return sorted({plan.store_every, *known_intervals(plan).values(), *rounded})

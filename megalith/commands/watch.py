@@ -122,7 +122,8 @@ def _law(runs: Sequence[Path]) -> "ScalingLaw":
 
 
 def _order(source: "Source", wanted: Mapping[str, Any]) -> str:
-    """Write a user's order from the page into the run's folder. Raises ValueError if the run has no controller that would carry it out."""
+    """Write a user's order from the page into the run's folder. Raises ValueError if the run has no controller that would carry out the
+    order."""
     from megalith.control import orders
 
     if source.setting("fleet", "recover") is False:
@@ -148,7 +149,7 @@ def _rules(file: Path) -> "AlertsSpec":
         return AlertsSpec.model_validate_json(line)
     found = load(file).spec.alerts
     if not (found.run or found.post):
-        raise ValueError(f"{file} sends no alerts. Set run = COMMAND or post = ADDRESS in its table [alerts].")
+        raise ValueError(f"{file} sends no alerts. Set run = COMMAND or post = ADDRESS in the run file's table [alerts].")
     return found
 
 
@@ -173,8 +174,8 @@ def _serve(sources: "list[Source]", port: int, *, act: bool, rules: "AlertsSpec 
     ):
         server.start()
         print(f"watching {', '.join(source.name for source in sources)}: {server.address}", flush=True)
-        print("Whoever has this address can see the page. To see it from another machine, first run there: ssh -L "
-              f"{server.port}:127.0.0.1:{server.port} this-one. Ctrl-C stops the page, not the run.", flush=True)  # fmt: skip
+        print("Whoever has this address can see the page. To see the page from another machine, first run there: ssh -L "
+        f"{server.port}:127.0.0.1:{server.port} this-one. Ctrl-C stops the page, not the run.", flush=True)  # fmt: skip
         if act:
             print(f"whoever has this address can also control the run: {server.acting_address}", flush=True)
         while True:

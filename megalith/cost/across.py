@@ -73,7 +73,7 @@ class Across:
 
     @property
     def speed(self) -> float:
-        """Tokens a second of all sites, divided by those of a single site."""
+        """Tokens a second of all sites, divided by the tokens a second of a single site."""
         return self.sites * self.use
 
     def to_json(self) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def _intervals(sites: SitesSpec, free: Collection[str], longest: int) -> Iterato
 
 
 def _variants(shapes: Shapes, sites: SitesSpec, free: Collection[str], rounds_well: bool) -> Iterator[SitesSpec]:
-    """Yield the possible methods with one interval, beginning with those that change the least."""
+    """Yield the possible methods with one interval, beginning with methods that change the least."""
     parts = len({part_of(name) for name in shapes})
     overlaps = (*OVERLAPS[1:], *EAGER_OVERLAPS) if sites.eager else OVERLAPS
     open_ = "bits" in free and "bits" not in sites.model_fields_set  # SPARSE has its own

@@ -1,6 +1,6 @@
 """The calibration: a few physical figures per device and kind of software, read from calibration.toml. No torch.
 
-`cost/calibrate.py` fits them on published measurements; no figure is specific to a model or a measurement.
+`cost/calibrate.py` fits the figures on published measurements; no figure is specific to a model or a measurement.
 """
 
 import tomllib
@@ -65,7 +65,7 @@ class SoftwareOverheads:
     routing: float
     """Seconds that a layer of experts waits, in forward and in backward, until the host knows where tokens go."""
     passes: float
-    """Bytes that element-wise operations move, divided by those in the trace; below 1 if more kernels are fused."""
+    """Bytes that element-wise operations move, divided by the bytes in the trace; below 1 if more kernels are fused."""
     tensor_exposed: float
     """Share of the tensor axis's collectives that is not hidden behind products."""
     expert_exposed: float

@@ -32,7 +32,7 @@ FEW = {2: 1.196, 3: 1.495, 4: 1.363, 5: 1.206, 6: 1.200, 7: 1.140, 8: 1.129, 9: 
 of scale", section 4); for n > 9 values it is n / (n - 0.8)."""
 
 MEDIAN = pi / 2
-"""Variance of the median of many normal values, divided by that of their mean."""
+"""Variance of the median of many normal values, divided by the variance of their mean."""
 
 KINDS = ("time.dense", "time.expert", "memory")
 

@@ -335,7 +335,7 @@ def _optimizer_seconds(workload: Workload, setting: Setting, traced: Parts, here
 
 
 def model_flops(workload: Workload, traced: Parts) -> float:
-    """Return the model FLOPs of a step: those of forward, and twice as many for backward."""
+    """Return the model FLOPs of a step: the FLOPs of forward, and twice as many for backward."""
     plan = workload.plan
     return 3 * _forward_flops(traced) * plan.tensor * plan.context * workload.global_batch / plan.microbatch
 

@@ -18,8 +18,8 @@ LINK = 25e9
 """Bytes/s between a device and its host's memory, over PCIe 4 x16, or over PCIe 5 x16 shared by two devices."""
 
 REACHED = 0.43
-"""Share of the memory bandwidth that an update on the host reaches: that of ZeRO-Offload's Adam on a DGX-2, which moves 28
-bytes of each of 10 billion parameters in 2.57 s at 256 GB/s (Ren et al. 2021, arXiv:2101.06840, table 4)."""
+"""Share of the memory bandwidth that an update on the host reaches: the share of ZeRO-Offload's Adam on a DGX-2, which moves 28 bytes of
+each of 10 billion parameters in 2.57 s at 256 GB/s (Ren et al. 2021, arXiv:2101.06840, table 4)."""
 
 BANDWIDTH = 614e9 / 8
 """Bytes/s of host memory for each of eight devices: two sockets of eight channels DDR5-4800."""

@@ -327,8 +327,8 @@ def _own(parts: Parts, here: RankParts) -> _Own:
 
 
 def _segmented(parts: Parts, segments: Segments, chunk: Chunk) -> tuple[float, float]:
-    """Bytes that a microbatch keeps in a chunk's segments, and the largest additional bytes of a segment while it runs again. With
-    several kinds of blocks, each segment is assumed to consist of the largest kind."""
+    """Bytes that a microbatch keeps in a chunk's segments, and the largest additional bytes while a segment is recomputed. With several
+    kinds of blocks, each segment is assumed to consist of the largest kind."""
     blocks = sum(times for _, times in chunk)
     if not blocks:
         return 0.0, 0.0

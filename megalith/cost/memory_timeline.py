@@ -183,7 +183,7 @@ class _Timeline:
             yield self.moment()  # now the most is elsewhere
 
     def backward(self, stage: _Stage, *, begins: bool, forms: bool, reduces: bool) -> Iterator[MemoryPoint]:
-        """Count a backward, or a half of one. `begins`: True for the whole backward or its first half, which fetches activations.
+        """Count a backward, or half of a backward. `begins`: True for the whole backward or its first half, which fetches activations.
         `forms`: True if this backward computes weight gradients and frees activations. `reduces`: True if each part's gradients are
         reduced after its backward."""
         narrow = self.workload.width < self.workload.gradient_bytes

@@ -364,7 +364,7 @@ def _helper(parent: int) -> None:
 
 @cache
 def _torch() -> str:
-    """Version of the installed PyTorch, whose operations a trace counts. It is read from disk, because importing torch takes
+    """Version of the installed PyTorch, whose operations a trace counts. The version is read from disk, because importing torch takes
     seconds."""
     return version("torch")
 

@@ -362,5 +362,5 @@ def _work(here: _Here) -> Work:
 
 
 def _unmasked(core: Core) -> float:
-    """FLOPs of unmasked pairs: a query attends to itself and to earlier tokens. Context ranks divide these pairs evenly."""
+    """FLOPs of unmasked pairs: a query attends to itself and to earlier tokens. Context ranks divide the unmasked pairs evenly."""
     return core.flops * (core.keys + 1) / (2 * core.keys)

@@ -94,7 +94,7 @@ class Recorder(TorchDispatchMode):
         self.rides = False
 
     def know(self, module: nn.Module) -> None:
-        """Record which storages are weights, and which of these are experts' weights."""
+        """Record which storages are weights, and which weights are experts' weights."""
         for name, parameter in module.named_parameters():
             key = parameter.untyped_storage()._cdata
             self.parameters[key] = ".experts." in f".{name}"

@@ -59,7 +59,7 @@ def _kept_matrices(block: BlockSpec, dim: int) -> Matrices:
 
 
 def work(rows: int, columns: int) -> float:
-    """Return the FLOPs of the iteration on one matrix: each step has two products that involve its long side, and one of
+    """Return the FLOPs of the iteration on one matrix: each step has two products that involve its long side, and one product of its
     short sides only."""
     least, most = sorted((rows, columns))
     return ITERATIONS * (4.0 * least * least * most + 2.0 * least**3)

@@ -67,7 +67,7 @@ class SoftwareProfile:
     senders: int = 0
     """Number of a device's processors (SMs) that only send and receive tokens."""
     deduplicated: bool = True
-    """True if a token for several experts of one rank or node is sent there once (DeepEP, HybridEP)."""
+    """True if a token for several experts of one rank or node is sent only once to this rank or node (DeepEP, HybridEP)."""
     permute: bool = True
     """True if one kernel sorts rows by expert."""
     rotary: bool = True
@@ -255,7 +255,7 @@ class Workload:
 
     @property
     def watched(self) -> bool:
-        """True if the run sometimes compares gradients with those of wide products (`precision.watch_every`), which takes a
+        """True if the run sometimes compares gradients with the gradients of wide products (`precision.watch_every`), which takes a
         second copy of the gradients."""
         return self.narrow is not None and is_narrow(self.narrow.precision) and self.narrow.choices.watch_every > 0
 

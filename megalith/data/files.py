@@ -1,4 +1,4 @@
-"""The files of a source: selects the files to read, gives reasons for the others, and opens files.
+"""The files of a source: selects the files to read, gives reasons why other files are not read, and opens files.
 
 A folder's files are found in the order of their names. Hidden entries, links and special files are skipped silently. Binary files, and
 files with the same bytes as an earlier one, are counted and named but not read.
@@ -142,7 +142,8 @@ def refuse_special(path: Path) -> None:
         return
     what = "a pipe, as the shell's <(...) is" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
     raise DataError(
-        f"The source {str(path)!r} is {what}; only files and folders can be sources, because each is read twice, once for its digest",
+        f"The source {str(path)!r} is {what}; only files and folders can be sources, because each source is read twice, once "
+        "for its digest",
         "Write the text to a file, such as text.jsonl, and name that file.",
     )
 
@@ -153,7 +154,7 @@ def is_binary(path: Path, head: bytes) -> bool:
 
 
 def is_named_binary(path: Path) -> bool:
-    """True if a file's ending is that of a binary format, compressed or not."""
+    """True if a file's ending belongs to a binary format, compressed or not."""
     return path.name.lower().removesuffix(ending(path, COMPRESSED)).endswith(_BINARY)
 
 

@@ -213,7 +213,7 @@ def _wrong_sizes(folder: Path, manifest: Manifest) -> dict[str, str]:
 def check_copies(folder: Path, manifest: Manifest | None, copies: Sequence[Path]) -> None:
     """Check by their manifests that all copies hold the data of `manifest` (None: any prepared data). Raises DataError that names each
     copy with other data."""
-    way_out = "Copy the whole folder, or remove it from data.copies."
+    way_out = "Copy the whole folder, or remove the copy from data.copies."
     problems: list[DataError] = []
     for copy in copies:
         try:
@@ -235,7 +235,8 @@ def tokenizer_fingerprint(definition: dict[str, Any], end_of_text: int) -> str:
 
 
 def check_tokenizer(folder: Path, manifest: Manifest) -> None:
-    """Check that the folder's tokenizer.json is the one that encoded its tokens. Raises DataError if it is missing or differs."""
+    """Check that the folder's tokenizer.json is the one that encoded its tokens. Raises DataError if tokenizer.json is missing or
+    differs."""
     path = folder / TOKENIZER_FILE
     mend = "Restore the right tokenizer.json, or prepare the data again."
     try:

@@ -23,7 +23,7 @@ class SampleSource(Protocol):
         ...
 
     def sample(self, index: int) -> Sample:
-        """Return sample `index` (from 0), a `megalith.data.stream.Sample` of the same length as a prepared one."""
+        """Return sample `index` (from 0), a `megalith.data.stream.Sample` of the same length as a prepared sample."""
         ...
 
 
@@ -31,7 +31,7 @@ class OwnStream(Stream):
     """A stream of prepared data whose training samples come from a user's own source."""
 
     def __init__(self, *args: Any, name: str, source: Any, **how: Any) -> None:
-        """`source`: the object that `name` names; it is called with the prepared stream. Other arguments are as for `Stream`."""
+        """`source`: the object that `name` names; the object is called with the prepared stream. Other arguments are as for `Stream`."""
         super().__init__(*args, **how)
         self._name = name
         self._source: SampleSource = source(Stream(*args, **how))

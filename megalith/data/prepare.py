@@ -76,8 +76,8 @@ def prepare(
                 shown.print_line(damage)
             if differences and not overwrite:
                 raise DataError(
-                    f"{out} already holds data that was prepared from other inputs: {'; '.join(differences)}. "
-                    "Choose another folder, or overwrite it (--overwrite)."
+                    f"{out} already holds data that was prepared from other inputs: {'; '.join(differences)}. Choose another "
+                    "folder, or use --overwrite."
                 )
         read = _Read(total=sum(size(source, reading) for source in found))
         with _folder_for(out) as folder, _no_room_told(folder, out, read):
@@ -304,8 +304,8 @@ class _Document:
 
 
 def _write_domain(folder: Path, name: str, found: Iterator[_Document], *, tokenizer: Tokenizer, options: Options) -> Domain:
-    """Divide the documents among the two splits. Each document is written once the next one is known to exist, because the last one is
-    treated differently."""
+    """Divide the documents among the two splits. Each document is written once the next document is known to exist, because the last
+    document is treated differently."""
     train, validation = (
         SplitWriter(
             folder,

@@ -100,7 +100,8 @@ class SplitWriter:
 
 
 class SplitReader:
-    """One split of one domain as one long sequence of tokens, read from a prepared folder or, if a file there is damaged, from `copies`.
+    """One split of one domain as one long sequence of tokens, read from a prepared folder or, if a file in this folder is damaged, from
+    `copies`.
 
     `on_damage` is called once for each damaged file or block. Reading raises DamagedDataError if no copy is intact.
     """

@@ -145,7 +145,7 @@ def record(
     """Return the record of a source (with a digest over the names and contents of its files), and its files.
 
     `seen`: digest -> file, for the files of earlier sources; this call adds the files of this source. A file with the same bytes as an
-    earlier one is not read. Raises DataError if no file is left to read.
+    earlier file is not read. Raises DataError if no file is left to read.
     """
     found = find(source, reading)
     if found is None:
@@ -268,7 +268,8 @@ def _wrong_byte(path: Path, line: int, offset: int, error: UnicodeDecodeError) -
     unpacked = " of the unpacked text" if files.ending(path, files.COMPRESSED) else ""
     return DataError(
         f"{path}:{line} is not UTF-8 text: byte {error.object[error.start]:#04x} at offset {offset}{unpacked} ({error.reason})",
-        "Convert the file, for example with `iconv -f latin1 -t utf-8`, or leave it out: --extension selects the files of a folder.",
+        "Convert the file, for example with `iconv -f latin1 -t utf-8`, or leave the file out: --extension selects the files "
+        "of a folder.",
     )
 
 

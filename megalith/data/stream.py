@@ -6,8 +6,8 @@
   with end-of-text tokens that are no targets.
 - Which order: every epoch of a domain has its own permutation of its windows (`shuffle`).
 - Phases: mixture and sequence length may change at a sample. The current pass over a domain continues: the rest of its windows are read, in
-  the same order, in pieces of the new length. So a pass reads every token exactly once, whatever the lengths. The domain's next pass uses
-  windows of the new length.
+  the same order, in pieces of the new length. A pass therefore reads every token exactly once, whatever the sequence lengths. The
+  domain's next pass uses windows of the new length.
 
 A stream has no state. The caller holds one number, the samples consumed. Any number of ranks can divide the next samples among themselves,
 and together read what one rank would read.
@@ -54,9 +54,10 @@ _WAYS_OUT = {
 class Sample:
     """One sequence. All arrays are int64 [seq_len] and may be modified by the caller.
 
-    `targets` holds the next token, or -100 if there is none: in padding and, with document masks, at the last token of a document, because
-    a document does not determine the next one's first token. `segments` are the lengths of the documents (or parts of documents) in the
-    sequence; padding counts as one. `positions` restart in each segment. Without document masks there is one segment.
+    `targets` holds the next token, or -100 if there is no target: in padding and, with document masks, at the last token of a document,
+    because a document does not determine the first token of the next document. `segments` are the lengths of the documents (or parts of
+    documents) in the sequence; padding counts as one document. `positions` restart in each segment. Without document masks there is one
+    segment.
     """
 
     tokens: Ids
@@ -114,7 +115,7 @@ class Batch:
 
 
 class Stream:
-    """Samples of a prepared folder. Opening it checks manifest, tokenizer and file sizes; contents are checked as they are read."""
+    """Samples of a prepared folder. Opening a stream checks manifest, tokenizer and file sizes; contents are checked as they are read."""
 
     def __init__(
         self,
@@ -405,7 +406,7 @@ def _problems(domains: Mapping[str, Domain], split: str, seq_len: int, weights: 
                 f"None of the domains ({held}) has validation data. Prepare the data with a validation share above 0."
             )
         if split == "train":
-            problems += [f"The domain {name} has fewer than 2 training tokens. Set its weight to 0." for name in empty]
+            problems += [f"The domain {name} has fewer than 2 training tokens. Set the domain's weight to 0." for name in empty]
     return problems
 
 

@@ -248,7 +248,7 @@ def train(
 def _refuse_another(folder: Path, learned: Tokenizer, *, overwrite: bool) -> None:
     path = folder / TOKENIZER_FILE
     if not overwrite and path.exists() and path.read_text(encoding="utf-8") != learned._text:
-        raise DataError(f"{path} already holds another tokenizer. Choose another folder, or overwrite it (--overwrite).")
+        raise DataError(f"{path} already holds another tokenizer. Choose another folder, or use --overwrite.")
 
 
 def _definition(text: str, origin: str) -> dict[str, Any]:
@@ -264,12 +264,13 @@ def _definition(text: str, origin: str) -> dict[str, Any]:
 
 def _end(ids: dict[str, int], wanted: str | None, origin: str) -> str:
     if wanted is not None and wanted not in ids:
-        raise DataError(f"{origin} has no token {wanted!r} to end documents with. Name one of its {len(ids)} tokens.")
+        raise DataError(f"{origin} has no token {wanted!r} to end documents with. Name one of the tokenizer's {len(ids)} tokens.")
     found = wanted or next((name for name in _ENDS if name in ids), None)
     if found is None:
         raise DataError(
-            f"{origin} has none of the tokens that usually end a document ({', '.join(_ENDS)}). "
-            f"Name its end-of-text token with end_of_text (--end-of-text), or as eos_token in a {TOKENIZER_CONFIG_FILE} beside it."
+            f"{origin} has none of the tokens that usually end a document ({', '.join(_ENDS)}). Name the tokenizer's "
+            f"end-of-text token with end_of_text (--end-of-text), or as eos_token in a {TOKENIZER_CONFIG_FILE} in the same "
+            "folder."
         )
     return found
 

@@ -32,7 +32,8 @@ class DamagedDataError(DataError):
 
 @dataclass(frozen=True)
 class Damage:
-    """A file that has changed since it was prepared. `elsewhere`: the folder from which it is read instead; None: no copy is intact."""
+    """A file that has changed since it was prepared. `elsewhere`: the folder from which the file is read instead; None: no copy is
+    intact."""
 
     file: str
     error: str

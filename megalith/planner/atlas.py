@@ -59,7 +59,7 @@ class Atlas:
 
 
 def atlas(plan_request: PlanRequest, models: Sequence[str], *, tick: Callable[[str], None] = lambda name: None) -> Atlas:
-    """Search for every square; `tick` gets each square's name before its search. The request's cluster is the largest one
+    """Search for every square; `tick` gets each square's name before its search. The request's cluster is the largest cluster that is
     searched. Raises SpecErrors with all problems of the request."""
     request = _all(plan_request, models)
     cluster = request[0].cluster

@@ -99,8 +99,8 @@ def _schedule(spec: RunSpec) -> int:
 
 @dataclass(frozen=True)
 class BatchJudgement:
-    """Judgement of one batch size: the mean loss of its branches; `excess`, this loss minus that of the run's batch (paired
-    by replica); `error`, half of the excess's 95 % interval (None: one replica); and the verdict."""
+    """Judgement of one batch size: the mean loss of its branches; `excess`, this loss minus the loss of the run's batch (paired by
+    replica); `error`, half of the excess's 95 % interval (None: one replica); and the verdict."""
 
     factor: float
     batch: int
@@ -113,8 +113,8 @@ class BatchJudgement:
 
 @dataclass(frozen=True)
 class Advice:
-    """The judged batch sizes in ascending order, and the largest one whose loss after the same tokens is as good as with the
-    run's batch."""
+    """The judged batch sizes in ascending order, and the largest batch size whose loss after the same tokens is as good as with the run's
+    batch."""
 
     rows: tuple[BatchJudgement, ...]
     tolerance: float
@@ -147,9 +147,9 @@ class Advice:
 
 
 def judge(losses: Mapping[float, Sequence[float]], *, batch: int, seq_len: int, tolerance: float) -> Advice:
-    """Return the advice from the losses of each factor's replicas, in the order of replicas; factor 1 is required. `batch`:
-    the run's batch, in sequences. A loss is worse if its whole interval lies more than `tolerance` above the loss of the
-    run's batch, and as good if no part of the interval does."""
+    """Return the advice from the losses of each factor's replicas, in the order of replicas; factor 1 is required. `batch`: the run's
+    batch, in sequences. A loss is worse if its whole interval lies more than `tolerance` above the loss of the run's batch, and as good
+    if no part of the interval lies there."""
     own = losses[1.0]
     rows = list[BatchJudgement]()
     for factor in sorted(losses):

@@ -19,8 +19,8 @@ POLICIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("selective", ("mlp",)),
     ("full", ("attention.core",)),
 )
-"""Recomputation policies: nothing, the feed-forward half, everything. Fused attention keeps little, so no policy recomputes
-it alone."""
+"""Recomputation policies: nothing, the feed-forward half, everything. Fused attention keeps little, so no policy recomputes attention
+alone."""
 
 SEGMENTS, NESTED = "segments", "sqrt"
 """Recomputation policies that keep less: segments of several blocks, and nested segments."""

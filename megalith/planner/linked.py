@@ -21,8 +21,9 @@ KEPT = ("count", "site", "addresses", "each", "link", "tls", "grace")
 class LinkChoice:
     """Predictions for a run across sites. `said`: prediction with the run file's table [sites]. `chosen`: the run file's table, with
     missing keys chosen for the link, and `proposed`: the prediction with `chosen`; both are None if no key is missing. `gain`: tokens/s
-    of all sites (as proposed, else as in the file), divided by those of one site that trains the whole batch; None if one site cannot.
-    `together`: prediction if sites exchange gradients in every step; None if the run cannot exchange gradients, or already does."""
+    of all sites (as proposed, else as in the file), divided by the tokens/s of one site that trains the whole batch; None if one site
+    cannot train it. `together`: prediction if sites exchange gradients in every step; None if the run cannot exchange gradients, or
+    already does."""
 
     said: Across
     chosen: SitesSpec | None

@@ -21,18 +21,18 @@ GAINED = 1e-3
 
 @dataclass(frozen=True)
 class Price:
-    """A broken rule, and the cost relative to a plan that follows it. `instead`: that plan; None if no such plan passes
-    megalith check."""
+    """A broken rule, and the cost relative to a plan that follows it. `instead`: the plan that follows the rule; None if no such plan
+    passes megalith check."""
 
     problem: Problem
     change: str
     instead: Plan | None
     seconds: float
-    """Seconds of a step minus those under `instead`; below 0: following the rule would be slower."""
+    """Seconds of a step minus seconds of a step under `instead`; below 0: following the rule would be slower."""
     share: float
     """`seconds` divided by the step of the unchanged plan."""
     memory: float
-    """Bytes of the worst rank minus those under `instead`."""
+    """Bytes of the worst rank minus bytes of the worst rank under `instead`."""
     fits: bool
     """True if `instead` fits."""
     dollars: float | None

@@ -312,7 +312,7 @@ def named_model(name: str) -> Any:
         return known[found[0]].build()
     if found:
         reason = f"may mean {', '.join(found[:-1])} or {found[-1]}"
-        raise SpecErrors([problem("--model", name, reason, f"Name one of them, such as --model {found[-1]}.")])
+        raise SpecErrors([problem("--model", name, reason, f"Name one of these models, such as --model {found[-1]}.")])
     nearest = near(name, known)
     way_out = f"{f'Did you mean {nearest!r}? ' if nearest else ''}`megalith models` lists all."
     raise SpecErrors([problem("--model", name, "no preset has this name", way_out)])
@@ -330,7 +330,7 @@ def _cluster(plan_request: PlanRequest, spec: RunSpec | None, problems: list[Pro
 
 
 def _length(plan_request: PlanRequest, spec: RunSpec | None, model: Any) -> tuple[int | None, tuple[str, ...]]:
-    """Return the tokens of a sequence. If they were not given, use the model's context, but at most LENGTH, with a note."""
+    """Return the tokens of a sequence. If --seq-len was not given, use the model's context, but at most LENGTH, with a note."""
     length = plan_request.seq_len or (spec.train.seq_len if spec else None)
     if length is not None or model is None or plan_request.path is not None:
         return length, ()

@@ -167,7 +167,7 @@ class _Sorter:
         self.waiting: list[BoundedCandidate] = []
         self.offloaded: list[BoundedCandidate] = []
         self.least: Sized | None = None
-        """The workload with the least memory of those that do not fit."""
+        """Of the workloads that do not fit, the workload with the least memory."""
         self.too_large = self.recomputed = self.away = 0
         self._smallest: dict[tuple[Any, ...], int] = {}
         """For each combination of all other choices, the smallest microbatch that does not fit; larger microbatches do not fit either."""
@@ -222,7 +222,7 @@ Sized = tuple[Workload, Memory]
 
 
 def _again(workload: Workload, held: Memory, scorer: "Scorer", policies: Sequence[str]) -> list[Sized]:
-    """Return forms of a workload that need less memory: first the workload itself, or, if it recomputes all blocks, the
+    """Return forms of a workload that need less memory: first the workload itself, or, if the workload recomputes all blocks, the
     segments with the least memory; then nested segments, which compute more, if they need less memory."""
     plan, found = workload.plan, [(workload, held)]
     if plan.recompute != "full" or not scorer.fits(workload, replace(held, activations=0.0, optimizer=0.0)):

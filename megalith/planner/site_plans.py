@@ -133,9 +133,9 @@ def single_site(request: ResolvedRequest, batch: int) -> ResolvedRequest:
 
 
 def share_out(rates: Sequence[float], batch: int, able: Callable[[int], bool]) -> tuple[int, ...] | None:
-    """Return shares of a batch, as numbers of equal parts, for sites that train at these rates in samples/s. Of all divisions
-    whose step is nearly the shortest, the one with the fewest parts is chosen. `able`: True if all sites can divide a part of
-    this number of samples. Return None if no division works."""
+    """Return shares of a batch, as numbers of equal parts, for sites that train at the given rates in samples/s. Of all divisions whose
+    step is nearly the shortest, the division with the fewest parts is chosen. `able`: True if all sites can divide a part of this number
+    of samples. Return None if no division works."""
     found = list[tuple[float, tuple[int, ...]]]()
     for parts in range(len(rates), PARTS + 1):
         if batch % parts or not able(batch // parts):

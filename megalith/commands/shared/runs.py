@@ -325,7 +325,7 @@ def job(spec: RunSpec, folder: Path, entry: str, arguments: dict[str, Any]) -> J
 def sealed_files(spec: RunSpec, folder: Path) -> dict[str, str]:
     """Return the current digests of the files that determine a run's result; later reads must find the same content.
 
-    The digest of spec.json is that of the content that this command writes. The data's manifest has the digests of its shards.
+    The digest of spec.json is the digest of the content that this command writes. The data's manifest has the digests of its shards.
     """
     data = Path(spec.data.path)
     plans = [spec.plan, *([spec.fleet.fallback] if spec.fleet.fallback else [])]
@@ -351,8 +351,8 @@ def identity(spec: RunSpec) -> str:
 
 
 def checkpoints(folder: Path) -> tuple[Copy, ...]:
-    """Return a run's checkpoints as copies of its state, except those of steps that a rewind has undone. If no manifest can be read, return
-    all checkpoints, so that the run fails instead of starting from the beginning."""
+    """Return a run's checkpoints as copies of its state, except checkpoints of steps that a rewind has undone. If no manifest can be
+    read, return all checkpoints, so that the run fails instead of starting from the beginning."""
     steps = [int(path.name.removeprefix("step-")) for path in committed(of_run(folder))]
     newest = latest(of_run(folder))
     last = max(steps, default=0) if newest is None else read_manifest(newest).step
@@ -360,7 +360,7 @@ def checkpoints(folder: Path) -> tuple[Copy, ...]:
 
 
 def store_of(owner: "Owner") -> "Callable[[], tuple[Copy, ...]]":
-    """Return a function that lists a run's `checkpoints`. It logs each checkpoint with an unusable manifest once."""
+    """Return a function that lists a run's `checkpoints`. The function logs each checkpoint with an unusable manifest once."""
     from megalith import events  # a run that is only checked logs nothing
 
     told = set[Path]()

@@ -28,7 +28,7 @@ def campaign(
 ) -> "SitesJudgement":
     """Train a run across sites twice, without faults and with `count` faults of `kinds` (default: all), and judge the second run.
 
-    Both runs, and a replay of the second, are in `folder`, which is emptied first. `minutes`: time limit for both runs together."""
+    Both runs, and a replay of the second run, are in `folder`, which is emptied first. `minutes`: time limit for both runs together."""
     from megalith.machine.wire import Conditions
     from megalith.rehearse import campaign as runner
     from megalith.rehearse import site_campaign, site_faults, site_judge
@@ -61,7 +61,8 @@ def campaign(
 
 
 def _evidence(spec: "RunSpec", folder: Path) -> "Evidence":
-    """Compare the final state of the run with faults with that of the undisturbed run, or of a replay if its merges were different."""
+    """Compare the final state of the run with faults with the final state of the run without faults, or, if the merges differ, of a
+    replay."""
     from megalith.rehearse import campaign as runner
     from megalith.rehearse.site_judge import Evidence
     from megalith.spec.phases import Phases

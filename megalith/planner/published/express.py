@@ -1,7 +1,7 @@
 """Conversion of a published row to workloads: its model, plan and cluster in Megalith's types.
 
-If a source does not state recomputation, microbatch or interleaving, every choice is a workload of its own, and the
-prediction is that of the fastest one that fits. A row that cannot be converted has a reason instead.
+If a source does not state recomputation, microbatch or interleaving, every choice is a workload of its own, and the prediction is that of
+the fastest workload that fits. A row that cannot be converted has a reason instead.
 """
 
 import re

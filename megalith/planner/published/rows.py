@@ -71,7 +71,7 @@ class Row:
 
 
 def read(path: Path | None = None) -> list[Row]:
-    """Read the rows of a file in the format of the bundled one; None: the bundled file."""
+    """Read the rows of a file in the format of the bundled file; None: the bundled file."""
     source = files("megalith.planner.published").joinpath("measurements.csv") if path is None else path
     with source.open(encoding="utf-8") as file:
         return [Row(columns) for columns in csv.DictReader(file)]
