@@ -255,7 +255,8 @@ def _followed(key: Key) -> Profile | None:
 
 
 class _Line(NamedTuple):
-    """Two traces that define a line: a part's figures are those of `one` plus `times` the difference of `other` from `one`."""
+    """Two traces for linear extrapolation: a part's figures are the figures of `one` plus `times` the difference between `other` and
+    `one`."""
 
     one: Key
     other: Key

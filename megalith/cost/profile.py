@@ -52,7 +52,7 @@ class Core:
     v_dim: int
     window: int | None = None
     again: bool = False
-    """True for a forward that runs again in backward."""
+    """True for a forward that backward recomputes."""
 
     @property
     def forward(self) -> bool:

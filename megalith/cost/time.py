@@ -186,7 +186,7 @@ def core_flops(core: Core, *, causal_half: bool = True) -> float:
 
 
 def line(axis: str, workload: Workload) -> Line:
-    """The line of ranks of an axis, in the numbering of `mesh.py`."""
+    """The ranks of an axis, in the numbering of `mesh.py`."""
     plan = workload.plan
     strides = {
         "tensor": (plan.tensor, 1),

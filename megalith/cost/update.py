@@ -66,8 +66,8 @@ def work(rows: int, columns: int) -> float:
 
 
 def rest_bytes(workload: Workload, parts: "Parts", here: "RankParts") -> float:
-    """Return the bytes on one rank in addition to the optimizer's usual slots: for parameters that another rule updates, and
-    for small parameters whose moments stay in fp32."""
+    """Return the bytes on one rank in addition to the optimizer's usual state: for parameters that another rule updates, and for small
+    parameters whose moments stay in fp32."""
     one_rule = OPTIMIZERS[workload.optimizer].rest is None and workload.moments.number == "fp32"
     if one_rule or workload.frozen or workload.software_profile.moment_bytes is not None:
         return 0.0
@@ -84,7 +84,7 @@ def rest_bytes(workload: Workload, parts: "Parts", here: "RankParts") -> float:
 
 
 def _beyond(parameter: Parameter, workload: Workload) -> float:
-    """Additional bytes for each element of a parameter, compared with the optimizer's usual slots."""
+    """Additional bytes for each element of a parameter, compared with the optimizer's usual state."""
     optimizer = _optimizer(workload.optimizer, workload.moments)
     return bytes_each(treatment(parameter, optimizer, Growth()).slots) - bytes_each(slots_of(optimizer))
 
@@ -101,7 +101,7 @@ def _beyond_block(block: BlockSpec, dim: int, kind: str, moments: Moments) -> fl
 
 @lru_cache(maxsize=1024)
 def _kept_beyond(block: BlockSpec, dim: int, kind: str, moments: Moments) -> float:
-    """Additional bytes for all elements of a block, compared with the optimizer's usual slots."""
+    """Additional bytes for all elements of a block, compared with the optimizer's usual state."""
     optimizer = _optimizer(kind, moments)
     each = block_parameters(block, dim)
     own = sum(one.numel * bytes_each(treatment(one, optimizer, Growth()).slots) for one in each)

@@ -303,7 +303,7 @@ def table() -> str:
 
 
 def row(found: PredictedRun) -> str:
-    """Return the line of one run."""
+    """Return the table line of one run."""
     named, plans = found.named, found.named.plans
     published = "none" if named.published is None else f"{_digits(named.published)} {named.unit}"
     chunks = f", {found.workload.plan.chunks} chunks" if len({plan.chunks for plan in plans}) > 1 else ""

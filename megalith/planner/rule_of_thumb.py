@@ -42,7 +42,7 @@ class FewestDevices(NamedTuple):
 
 @dataclass(frozen=True)
 class RuleOfThumb:
-    """One line of the table."""
+    """The table's line for one model."""
 
     model: str
     parameters: int
