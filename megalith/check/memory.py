@@ -168,7 +168,7 @@ def released_gradients_are_updated_by_parts(case: Case) -> Found:
 
 
 def disk_takes_the_state(case: Case) -> Found:
-    """State on disk has room in a writable folder, and no copies in memory."""
+    """State on disk fits into a writable folder, and has no copies in memory."""
     state, fleet = case.plan.state, case.spec.fleet
     if state.optimizer != "disk":
         return

@@ -73,7 +73,7 @@ def clipping_makes_sense(case: Case) -> Found:
         if not layers:
             yield error("optimizer.qk_clip", optimizer.qk_clip, "has no effect: this model has no attention", "Use qk_clip = 0.")
         elif own:
-            reason = f"does not know which weights of the own attention {own} make queries and keys"
+            reason = f"does not know which weights of your attention {own} make queries and keys"
             yield error("optimizer.qk_clip", optimizer.qk_clip, reason, "Use qk_clip = 0, or Megalith's attention.")
         elif normed:
             reason = f"scales queries and keys, but in {normed} of {layers} layers a norm after them already bounds the logits"

@@ -21,9 +21,9 @@ WAY_OUT = "Megalith looks for a part in Python's module search path and in the c
 
 
 def admit(spec: RunSpec, provenance: Mapping[str, str]) -> tuple[list[Problem], dict[str, str]]:
-    """Import the own parts that a command's run names. Return the problems, and the digest of each part's source by its key.
+    """Import the user's own parts that a command's run names. Return the problems, and the digest of each part's source by its key.
 
-    Commands import own parts only here. If the spec lacks required values, nothing is imported."""
+    Commands import the user's own parts only in this function. If the spec lacks required values, nothing is imported."""
     try:
         named = spec.own_parts
     except AbsentError:

@@ -65,7 +65,7 @@ def methods_are_whole(case: Case) -> Found:
         )
         yield error("sites.eager", True, reason, way_out)
     if sites.eager and sites.mixing is not None:
-        reason = "mixes a site's own weights with merged ones, but sites.eager keeps a site's own training in full"
+        reason = "mixes a site's own weights with merged weights, but sites.eager keeps a site's own training in full"
         yield error("sites.mixing", sites.mixing, reason, "Remove one of these two settings.")
 
 

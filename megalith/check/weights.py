@@ -134,7 +134,10 @@ def _model(case: Case, start: Path, index: Index, meta: Mapping[str, Any]) -> Fo
     if taken := [each for each in found if each not in unnamed]:
         listed = "; ".join(f"{each.path} = {_text(each.before)} there, {_text(each.after)} here" for each in taken)
         yield advice(
-            KEY, str(start), f"was trained with other values: {listed}", "Set values that should not differ to the checkpoint's."
+            KEY,
+            str(start),
+            f"was trained with other values: {listed}",
+            "Set values that should not differ to the checkpoint's values.",
         )
 
 

@@ -97,7 +97,6 @@ def _size(found: "list[Leftover]") -> str:
 
 
 def _checkpoint(one: "Leftover") -> str:
-    """Describe the newest checkpoint of a run."""
     from megalith import epochs
     from megalith.checkpoint.folder import FOLDER, latest, read_manifest
 

@@ -1,5 +1,4 @@
-"""Prediction of a workload's step: memory of the worst rank, and seconds by use. No torch unless something new
-must be traced."""
+"""Prediction of a workload's step: memory of the worst rank, and seconds by purpose. Imports torch only to trace parts."""
 
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -27,7 +26,7 @@ from megalith.spec.optimizers import OPTIMIZERS
 
 @dataclass(frozen=True)
 class Time:
-    """Seconds of a step by use; they add up to `step`."""
+    """Seconds of a step by purpose; they add up to `step`."""
 
     step: float
     compute: float
@@ -220,7 +219,7 @@ def _bubble(workload: Workload, stages: list[StageTime], slowest: int, sent: flo
 
     Schedules that fill and drain have a closed form (Narayanan et al. 2021): the sum over all other ranks of the time for one microbatch,
     divided by `chunks`, plus messages; with equal stages, (p - 1) / chunks of a rank's time for one microbatch. For other schedules, all
-    stages take the mean time.
+    stages are assumed to take the mean time.
     """
     plan = workload.plan
     others = sum(stage.total for rank, stage in enumerate(stages) if rank != slowest)

@@ -31,7 +31,7 @@ at about 40 % of its 7 GB/s."""
 
 MIB = 1 << 20
 BUFFERS = 3
-"""Number of chunks in memory at once."""
+"""Number of chunks of state that are in memory at once."""
 
 
 def room(cluster: ClusterSpec) -> float:

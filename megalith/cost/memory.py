@@ -1,4 +1,4 @@
-"""Bytes that a rank holds at the peak of a step, by use. No torch."""
+"""Bytes that a rank holds at the peak of a step, by purpose. No torch."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence

@@ -148,7 +148,7 @@ tensor)."""
 
 
 class KeepsPacked(Packed):
-    """Products whose inputs are kept for backward in 8 bits, with a scale in fp32 for each `tile` numbers of a row (0: for a row).
+    """Products whose inputs are kept for backward in 8 bits, with a scale in fp32 for each `tile` numbers of a row (0: for each row).
     `recorder`: the recorder of bf16 products, whose inputs are rounded only to be kept. With a recorder, the factors of the activation
     before the product are also rounded."""
 

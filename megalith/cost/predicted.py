@@ -1,5 +1,5 @@
 """Prediction of the figures that a dry run of one rank counts, from traced parts and the rank's program: bytes by category, calls and
-bytes of collectives by axis, FLOPs. The figures have the names that `prove.meter` uses. No torch unless a part must be traced."""
+bytes of collectives by axis, FLOPs. The figures have the names that `prove.meter` uses. Imports torch only to trace parts."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -323,7 +323,7 @@ def _messages(workload: Workload, here: _Here) -> Iterator[Sent]:
 
 
 def _state(workload: Workload, traced: Parts, here: _Here) -> Iterator[Sent]:
-    """Yield gathers of weights and reductions of gradients, part by part, for dense weights and for experts'."""
+    """Yield gathers of weights and reductions of gradients, part by part, for dense weights and for experts' weights."""
     mesh = Mesh.of(workload.plan)
     kinds = Counter((action.kind, action.stage) for action in here.actions if action.kind in ("GATHER", "REDUCE"))
     moved = [

@@ -1,4 +1,4 @@
-"""Prediction of a forward without backward: the prefill of long prompts. No torch unless something new must be traced."""
+"""Prediction of a forward without backward: the prefill of long prompts. Imports torch only to trace parts."""
 
 from megalith.cost import network
 from megalith.cost.constants import Calibration, calibration
@@ -75,7 +75,7 @@ def _cache(workload: Workload, number: int, profile: Profile) -> float:
 
 
 def _time(workload: Workload, setting: Setting, traced: Parts, spent: PartTimes) -> Time:
-    """Return the seconds by use: the first sequence passes through all pipeline ranks, and each further sequence adds the time of the
+    """Return the seconds by purpose: the first sequence passes through all pipeline ranks, and each further sequence adds the time of the
     slowest rank."""
     plan, microbatches = workload.plan, workload.microbatches
     stages = [_stage(here, spent) for here in shares(workload, traced).held]

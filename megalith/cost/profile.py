@@ -223,7 +223,7 @@ class Layout:
     expert: int = 1
     expert_tensor: int = 1
     recompute: str = "none"
-    """`none`, `full`, or the names of the recomputed parts with commas."""
+    """`none`, `full`, or the names of the recomputed parts, separated by commas."""
     actions: tuple[tuple[str, Action], ...] = ()
     """Actions of named parts for the tensors that they keep, except recomputation (`Plan.actions`)."""
     rounded_tile: int = 128

@@ -38,7 +38,7 @@ UNFUSED = 72 - 31
 
 @dataclass(frozen=True)
 class SpentSeconds:
-    """Seconds of one phase, by use. For collectives: the exposed seconds."""
+    """Seconds of one phase, by purpose. For collectives: the exposed seconds."""
 
     products: float = 0.0
     attention: float = 0.0
@@ -258,9 +258,9 @@ def _lag(
 ) -> float:
     """Return the seconds that the device waits for the host. The host works ahead, so only the slower of host and device counts.
 
-    In the forward of a layer of experts, the host cannot work ahead: it waits until the device knows how many tokens arrived,
-    and only then launches the experts' kernels. Earlier work of the device does not hide these launches. Backward reuses the
-    numbers from forward.
+    In the forward of a layer of experts, the host cannot work ahead: it waits until the device knows how many tokens arrived, and only
+    then launches the experts' kernels. Earlier work of the device does not hide these launches. Backward reuses the numbers of tokens
+    from forward.
     """
     software_profile = setting.workload.software_profile
     around, inside = (setting.slower * seconds for seconds in _started(profile, phases, setting, format, ways))
@@ -347,7 +347,7 @@ def _started(
 
 @dataclass
 class _Starts:
-    """Launches by a host: operations, and further kernels within them."""
+    """Launches by a host: operations, and further kernels of these operations."""
 
     operations: float = 0
     launches: float = 0

@@ -130,7 +130,6 @@ def _record(sources: Sequence[Source], reading: Reading, shown: Bars) -> tuple[t
 
 
 def _differences(previous: Manifest, tokenizer: Tokenizer, options: Options, sources: tuple[SourceRecord, ...]) -> list[str]:
-    """Describe the differences between the request and the data in a folder."""
     found: list[str] = []
     if previous.tokenizer != tokenizer.record:
         found.append(f"tokenizer {previous.tokenizer.fingerprint[:12]}, now {tokenizer.fingerprint[:12]}")

@@ -250,7 +250,8 @@ class Stream:
         return total
 
     def validation_samples(self, domain: str, limit: int | None = None) -> range:
-        """Return the indices (for `sample` and `batch`) of a domain's validation samples: all, or `limit` evenly spaced ones, in order."""
+        """Return the indices (for `sample` and `batch`) of a domain's validation samples: all, or `limit` evenly spaced samples, in
+        order."""
         assert self.split == "validation", "only the validation split is numbered domain by domain"
         if domain not in self.domains:
             raise DataError(f"{domain!r} is not a domain of {self._folder}. It holds: {', '.join(self.domains)}.")
@@ -336,8 +337,8 @@ class Stream:
         return _windows(self._readers[domain].tokens, where.unit) * where.unit
 
     def _further(self, domain: int, where: _Pass, seq_len: int, samples: int) -> _Pass:
-        """Return a domain's progress after `samples` more samples of `seq_len`. The current pass is read to its end, where a sample may
-        have fewer tokens; later passes are cut into windows of `seq_len`."""
+        """Return a domain's progress after `samples` more samples of `seq_len` tokens. The current pass is read to its end, where a
+        sample may have fewer tokens; later passes are cut into windows of `seq_len`."""
         left = -(-(self._places(domain, where) - where.at) // seq_len)
         if samples < left:
             return replace(where, at=where.at + samples * seq_len)

@@ -1,4 +1,4 @@
-"""The best layout of several models on several numbers of nodes. No torch unless a part must be traced."""
+"""The best layout of several models on several numbers of nodes. Imports torch only to trace parts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,8 +23,8 @@ MAXIMUM = 7
 
 @dataclass(frozen=True)
 class Square:
-    """One model on one number of nodes. `choice` is None if nothing fits, or if no layout divides the batch evenly; `why`
-    states the reason."""
+    """The best layout of one model on one number of nodes. `choice` is None if nothing fits, or if no layout divides the batch evenly;
+    `why` states the reason."""
 
     model: str
     nodes: int

@@ -85,8 +85,8 @@ def confidence_of(request: ResolvedRequest, own: Sequence[Own] = ()) -> Confiden
 
 
 def _wider(spread: Spread, outside: Sequence[Beyond], *, also: float = 0.0) -> Spread:
-    """Return the spread of predictions for a shape outside of the measured ones. An unmeasured device adds as much variance
-    as a stack (`also` = 1), and we assume the same for each doubling beyond the measured sizes."""
+    """Return the spread of predictions for a shape outside of the measured shapes. An unmeasured device adds as much variance as a stack
+    (`also` = 1), and we assume the same for each doubling beyond the measured sizes."""
     more = also + max((one.doublings for one in outside), default=0.0)
     return replace(spread, between=spread.between * sqrt(1 + more))
 

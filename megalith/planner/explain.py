@@ -1,4 +1,4 @@
-"""Explanation of a plan: the cost of each neighbouring choice. No torch unless a part must be traced."""
+"""Explanation of a plan: the cost of each neighbouring choice. Imports torch only to trace parts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -22,7 +22,7 @@ RECIPES = (PrecisionSpec(multiply="codes"), PrecisionSpec(multiply="codes", gran
 def format_of(
     named: str | None, own: str | None, cluster: ClusterSpec | None, problems: list[Problem], *, ours: bool
 ) -> str | None:
-    """Return the named number format, else the run's. `ours`: True if Megalith's trainer computes in the format."""
+    """Return the named number format, else the run's format. `ours`: True if Megalith's trainer computes in the format."""
     found = named or own or "bf16"
     if found not in PRECISIONS:
         problems.append(problem("--format", found, "is not known", f"Known: {', '.join(PRECISIONS)}."))

@@ -1,5 +1,5 @@
-"""A user's measurements, from tables or finished runs, as logarithms of measured over predicted values. No torch unless
-a part must be traced."""
+"""A user's measurements, from tables or finished runs, as logarithms of measured over predicted values. Imports torch only to trace
+parts."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

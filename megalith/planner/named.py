@@ -1,9 +1,8 @@
 """Predictions for published trainings of named models in their own layouts. `python -m megalith.planner.named` prints published and
 predicted figures side by side.
 
-No torch unless a part must be traced. Settings that a source leaves open (chunks, the microbatch) are not guessed: every choice is
-predicted, and the fastest choice that fits is compared, as for the rows of measurements. A run whose sources give no speed is also
-predicted.
+Imports torch only to trace parts. Settings that a source leaves open (chunks, the microbatch) are not guessed: every choice is predicted,
+and the fastest choice that fits is compared, as for the rows of measurements. A run whose sources give no speed is also predicted.
 """
 
 from collections.abc import Callable
@@ -162,7 +161,6 @@ def _plan(name: str = "1f1b", **sizes: Any) -> Plan:
 
 
 def _chunked(*chunks: int, **sizes: Any) -> tuple[Plan, ...]:
-    """Return one plan for each number of chunks."""
     return tuple(_plan(interleaving(n), chunks=n, **sizes) for n in chunks)
 
 

@@ -1,4 +1,4 @@
-"""The best plans for a request: the value behind tables, JSON and run files. No torch unless a part must be traced."""
+"""The best plans for a request: the data behind tables, JSON and run files. Imports torch only to trace parts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -251,7 +251,7 @@ class Point:
 
     @property
     def device_hours(self) -> float:
-        """Device hours of a billion tokens."""
+        """Device hours of training on a billion tokens."""
         return self.devices * self.choice.estimate.time.step / self.choice.estimate.tokens * 1e9 / 3600
 
     def to_json(self) -> dict[str, Any]:

@@ -1,5 +1,4 @@
-"""Cost of breaking the field's rules on a cluster, relative to plans that follow them. No torch unless a part must be
-traced."""
+"""Cost of breaking the field's rules on a cluster, relative to plans that follow them. Imports torch only to trace parts."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -108,7 +107,7 @@ REMEDIES: Mapping[str, Callable[[Plan, ResolvedRequest], Followed]] = {
     "plan.recompute": _recomputed,
     "plan.expert": _experts_near,
 }
-"""Key of an advice -> plans that follow it. Advice about other keys has no cost in time."""
+"""Key of an advice -> plans that follow it. Breaking advice about other keys costs no time."""
 
 
 def prices(request: ResolvedRequest, plan: Plan) -> tuple[Price, ...]:

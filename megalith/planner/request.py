@@ -314,7 +314,7 @@ def named_model(name: str) -> Any:
         reason = f"may mean {', '.join(found[:-1])} or {found[-1]}"
         raise SpecErrors([problem("--model", name, reason, f"Name one of these models, such as --model {found[-1]}.")])
     nearest = near(name, known)
-    way_out = f"{f'Did you mean {nearest!r}? ' if nearest else ''}`megalith models` lists all."
+    way_out = f"{f'Did you mean {nearest!r}? ' if nearest else ''}`megalith models` lists all models."
     raise SpecErrors([problem("--model", name, "no preset has this name", way_out)])
 
 
@@ -431,7 +431,7 @@ def _not_dealt(model: ModelSpec, cluster: ClusterSpec, seq_len: int, batch: int,
 def _run(
     spec: RunSpec | None, model: Any, cluster: str, seq_len: int, batch: int, precision: str, tokens: float | None
 ) -> RunSpec:
-    """Return the run to plan for: the run file's, or a run of the given values and defaults."""
+    """Return the run to plan for: the run file's run, or a run of the given values and defaults."""
     steps = max(1, round(tokens / (batch * seq_len))) if tokens else STEPS
     if spec is not None:
         train = spec.train.model_copy(update={"seq_len": seq_len, "global_batch": batch, "precision": precision, "steps": steps})

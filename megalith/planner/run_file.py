@@ -1,4 +1,4 @@
-"""Run file with the best plan. No torch unless a part must be traced."""
+"""Run file with the best plan. Imports torch only to trace parts."""
 
 from megalith.planner.linked import whole_batch
 from megalith.planner.plan_result import PlanResult, short

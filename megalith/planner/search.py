@@ -1,5 +1,5 @@
-"""Search for the best plans for a model on a cluster. Memory is checked first; then time is computed in closed form. A
-schedule without a closed form is simulated if the plan could be among the best. No torch unless a part must be traced."""
+"""Search for the best plans for a model on a cluster. Memory is checked first; then time is computed in closed form. A schedule without a
+closed form is simulated if the plan could be among the best. Imports torch only to trace parts."""
 
 from bisect import insort
 from collections.abc import Callable, Hashable, Sequence
@@ -253,8 +253,8 @@ def _elsewhere(
 
 
 def _lighter(bases: Sequence[Sized], scorer: "Scorer", shares: Sequence[float]) -> Sized | None:
-    """Return the first of some workloads that fits with some of its optimizer's state offloaded, and its memory. Offloading is tried in
-    this order: the smallest share in host memory; all state on disk; all state on disk and gradients released; under ZeRO 3, all state
+    """Return the first of some workloads that fits after some of its optimizer's state is offloaded, and its memory. Offloading is tried
+    in this order: the smallest share in host memory; all state on disk; all state on disk and gradients released; under ZeRO 3, all state
     and weights on disk. None: none does."""
     gathering = [(other, held) for one, held in bases if host.has_weights(other := replace(one, plan=under_zero_3(one.plan)))]
     freed, both = ([sized for sized in some if released.can_be(sized[0])] for some in (bases, gathering))

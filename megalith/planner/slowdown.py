@@ -1,5 +1,5 @@
-"""Analysis of a run that is slower than predicted: the terms of its step compared with the prediction, and changes to try, sorted
-by gain. No torch unless a part must be traced."""
+"""Analysis of a run that is slower than predicted: the terms of its step compared with the prediction, and changes to try, sorted by
+gain. Imports torch only to trace parts."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path

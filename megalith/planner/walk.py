@@ -1,5 +1,5 @@
-"""Guided way to a first plan, one technique at a time: how the model fits, which microbatch it takes, and what makes it fast.
-No torch unless parts are traced."""
+"""Guided way to a first plan, one technique at a time: how the model fits, which microbatch it takes, and what makes it fast. Imports
+torch only to trace parts."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace

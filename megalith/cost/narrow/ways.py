@@ -42,7 +42,7 @@ HELD = 14
 """Temporary bytes for each number while plain operations round a factor on a GPU: three copies in fp32, and the result."""
 
 CODING, ROUNDING = 2, 30
-"""Number of kernels of a rounding to codes, and of a rounding by plain operations."""
+"""Number of kernels that round to codes, and number of kernels that round by plain operations."""
 
 
 class FormattedProduct(NamedTuple):
@@ -105,13 +105,13 @@ class Ways:
         return cls(wide, narrow, {}, False, codes, ranks > 1 and (whole or not narrow.tile))
 
     def within(self, profile: Profile, layers: tuple[str, ...]) -> "Ways":
-        """Return a copy for a block whose `layers` are narrow."""
+        """Return these `Ways` for a block whose `layers` are narrow."""
         dense = [(_sizes(weight.shape), weight.layer in layers) for weight in profile.multiplied if not weight.expert]
         counts, mine = Counter(sizes for sizes, _ in dense), Counter(sizes for sizes, narrow in dense if narrow)
         return replace(self, shares={sizes: mine[sizes] / count for sizes, count in counts.items()}, experts=EXPERTS in layers)
 
     def alone(self, rows: int, columns: int) -> "Ways":
-        """Return a copy for a single narrow layer with a weight of these sizes."""
+        """Return these `Ways` for a single narrow layer with a weight of these sizes."""
         return replace(self, shares={_sizes((rows, columns)): 1.0}, experts=True)
 
     def computed(self, products: Iterable[Product]) -> Iterator[FormattedProduct]:

@@ -1,7 +1,7 @@
 """Conversion of a published row to workloads: its model, plan and cluster in Megalith's types.
 
 If a source does not state recomputation, microbatch or interleaving, every choice is a workload of its own, and the prediction is that of
-the fastest workload that fits. A row that cannot be converted has a reason instead.
+the fastest workload that fits. A row that cannot be converted has the reason instead of workloads.
 """
 
 import re
@@ -122,7 +122,7 @@ def _choices(row: Row) -> tuple[Workload, ...]:
     if global_batch % data:
         raise CannotSayError(f"global batch {global_batch} is not a multiple of the {data} data ranks")
     if data * sizes["tensor"] * sizes["pipeline"] * sizes["context"] != cluster.count:
-        raise CannotSayError(f"the layout's ranks are not the {cluster.count} devices")
+        raise CannotSayError(f"the layout's number of ranks differs from the {cluster.count} devices")
     found = []
     for micro, chunks, (policy, parts) in product(_micro(row, global_batch // data), _chunks(row, model), _recompute(row)):
         values = {**sizes, **_sharding(row, data * sizes["context"])}

@@ -28,7 +28,7 @@ from megalith.planner.published.rows import Row, read
 COMMAND = "python -m megalith.planner.published.fit"
 
 SWEEPS = 6
-"""Number of passes over all figures in the fit of the bundled figures."""
+"""Number of passes over all figures when the bundled figures are fitted."""
 
 LEFT_OUT = "left_out.toml"
 
@@ -61,7 +61,7 @@ def left_out() -> Mapping[str, Calibration]:
 
 
 def as_changes(whole: Calibration, others: Mapping[str, Calibration]) -> str:
-    """Return calibrations as TOML: for each source group the figures that differ from the whole fit's."""
+    """Return calibrations as TOML: for each source group the figures that differ from the fit to all groups."""
     lines = [f"# For each source group: figures of the fit without it that differ from calibration.toml: {COMMAND}"]
     for group, figures in others.items():
         flat, base = figures.flat(), whole.flat()

@@ -43,7 +43,7 @@ class Row:
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """Options of the source beyond the columns."""
+        """Further options that the source states, beyond the columns."""
         return json.loads(self.text("options") or "{}")
 
     @cached_property
