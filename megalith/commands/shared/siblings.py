@@ -106,7 +106,6 @@ def _start(request: RunRequest, folder: Path, site: int, more: Sequence[str]) ->
 
 
 def _ends(process: "subprocess.Popen[bytes]", seconds: float) -> bool:
-    """Wait at most `seconds` for a process; return True if it has ended."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
     return process.poll() is not None

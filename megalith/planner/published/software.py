@@ -38,9 +38,9 @@ NETWORK = (  # (what the column says, bytes/s out of a device)
 )
 
 FLAT_ADAMW = 4 + 2 * 4
-"""Temporary bytes for each parameter while InternEvo updates all as one flat tensor in fp32
+"""Temporary bytes for each parameter while InternEvo updates all parameters as one flat tensor in fp32
 (solver/optimizer/hybrid_zero_optim.py and fsdp_optimizer.py): the gradient in fp32, and two temporary tensors of torch's AdamW
-(`_single_tensor_adamw`: the root of the second moment, and that over its correction)."""
+(`_single_tensor_adamw`: the root of the second moment, and this root divided by its correction)."""
 
 SOFTWARE = {  # source group -> the software its runs used
     "sc21": PLAIN_2021,
