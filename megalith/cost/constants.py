@@ -71,7 +71,7 @@ class SoftwareOverheads:
     expert_exposed: float
     """Share of the experts' all-to-all that is not hidden."""
     data_exposed: float
-    """Of the data axis's collectives that computation could hide, the share that stays exposed."""
+    """Exposed share of the data axis's collectives that computation could hide."""
     contention: float
     """Relative slowdown of computation that overlaps with collectives."""
     step: float

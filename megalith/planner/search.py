@@ -167,7 +167,7 @@ class _Sorter:
         self.waiting: list[BoundedCandidate] = []
         self.offloaded: list[BoundedCandidate] = []
         self.least: Sized | None = None
-        """Of the workloads that do not fit, the workload with the least memory."""
+        """The workload with the least memory among the workloads that do not fit."""
         self.too_large = self.recomputed = self.away = 0
         self._smallest: dict[tuple[Any, ...], int] = {}
         """For each combination of all other choices, the smallest microbatch that does not fit; larger microbatches do not fit either."""
