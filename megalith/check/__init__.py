@@ -1,4 +1,4 @@
-"""Rules over a run's description: errors that stop the run, and the field's advice. All problems are found at once, without
+"""Rules over a run's description: errors that stop the run, and the field's advice. All problems are reported at once; no check needs
 torch.
 
 A rule is a function from a Case to the problems that it finds. Each subject has a module of rules, and RULES has a row for each rule.

@@ -40,7 +40,7 @@ class Case:
 
     @cached_property
     def model(self) -> ModelSpec | None:
-        """The model as parts; None if a size is faulty, or if the sizes do not make a model, which rules about sizes report."""
+        """The model as parts; None if its sizes are faulty or contradictory (rules about sizes report this)."""
         try:
             return self.spec.model.build()
         except (ValidationError, AbsentError):
@@ -48,7 +48,7 @@ class Case:
 
     @cached_property
     def blocks(self) -> dict[BlockSpec, str]:
-        """Each distinct block and the name of the first of its kind."""
+        """The distinct blocks, each with the name of the first block of its kind."""
         kinds: dict[BlockSpec, str] = {}
         for number, block in enumerate(self.model.blocks if self.model else ()):
             kinds.setdefault(block, f"blocks.{number}")
@@ -56,7 +56,7 @@ class Case:
 
     @cached_property
     def cluster(self) -> ClusterSpec | None:
-        """The cluster; None if it is this machine or unknown."""
+        """The cluster; None if the run is for this machine, or if the cluster is unknown."""
         try:
             return None if self.spec.cluster == "local" else clusters.load(self.spec.cluster)
         except SpecErrors:

@@ -19,7 +19,7 @@ class Cut(NamedTuple):
     """The layers, within a block, that have these channels as inputs or outputs."""
     channels: int
     share: int
-    """The channels that one rank multiplies."""
+    """The number of channels that one rank multiplies."""
 
 
 def cuts_of(block: BlockSpec, case: Case) -> Iterator[Cut]:
@@ -67,8 +67,9 @@ def _mlp(block: BlockSpec, tensor: int) -> Cuts:
 
 
 def tiles_across_ranks(case: Case, tile: int, layer_of: Callable[[int, BlockSpec, Cut], str | None], *, channels: str) -> Found:
-    """Yield an error for each kind of cut whose share is not a multiple of `tile` (0: no tiles). `layer_of` returns a layer
-    of the numbered block whose tiles the cut may cross. `channels`: description of the channels, with {} for the layer."""
+    """Yield an error for each kind of cut that leaves a rank a number of channels that is not a multiple of `tile` (0: no tiles).
+    `layer_of` returns a layer of the numbered block whose tiles the cut may cross. `channels`: description of the channels, with {} for
+    the layer."""
     seen = set[Cut]()
     for number, block in enumerate(case.model.blocks if case.model and tile else ()):
         for cut in cuts_of(block, case):

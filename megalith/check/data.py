@@ -79,7 +79,7 @@ def vocabulary_covers_the_tokens(case: Case) -> Found:
 
 
 def weighted_domains_exist(case: Case) -> Found:
-    """A mixture only names domains of the data, and at least one has a share above 0."""
+    """A mixture only names domains of the data, and at least one domain has a share above 0."""
     weights = case.spec.data.weights
     if weights is None:
         return
@@ -110,7 +110,7 @@ def weighted_domains_have_text(case: Case) -> Found:
                 f"data.weights.{key(name)}",
                 share,
                 reason,
-                "Set the domain's share to 0, and give the other domains their shares.",
+                "Set the domain's share to 0, and divide its share among the other domains.",
             )
 
 
@@ -128,10 +128,12 @@ def data_is_not_worn_out(case: Case) -> Found:
     read = {name: each.train.tokens for phase in phases.all for name, each in _read_domains(case, phase).items()}
     available = sum(read.values())
     if case.manifest is not None and available == 0:
-        yield error("data.path", case.spec.data.path, "holds no training tokens", "Prepare it again, from sources with text.")
+        yield error(
+            "data.path", case.spec.data.path, "holds no training tokens", "Prepare the data again, from sources with text."
+        )
     elif available and (wanted := phases.tokens(phases.after(0, train.steps))) > 4 * available:
         reason = f"reads {wanted:,} tokens, {wanted / available:.1f} times the data's {available:,}; after 4 passes little more is learnt"
-        way_out = f"Use steps <= {max(1, phases.steps_to(Amount(4 * available + 1, 'tokens')) - 1)}, or more data."
+        way_out = f"Use steps <= {max(1, phases.steps_to(Amount(4 * available + 1, 'tokens')) - 1)}, or prepare more data."
         yield advice("train.steps", train.steps, reason, way_out)
 
 
@@ -141,7 +143,7 @@ def _tokens(case: Case, split: Literal["train", "validation"]) -> int | None:
 
 
 def _read_domains(case: Case, phase: Phase | None = None) -> dict[str, Domain]:
-    """The domains that the run reads in `phase`, or at its beginning."""
+    """The domains that the run reads in `phase`, or, without `phase`, at the run's beginning."""
     weights = case.spec.data.weights if phase is None else phase.weights
     domains = case.manifest.domains if case.manifest else {}
     return {name: domain for name, domain in domains.items() if weights is None or weights.get(name)}

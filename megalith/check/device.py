@@ -28,13 +28,13 @@ def tensor_stays_on_fast_links(case: Case) -> Found:
             else ""
         )
         reason = f"is more than the {device.scale_up_domain} {device.name} that fast links join{rates}"
-        way_out = f"Use tensor <= {device.scale_up_domain}, and pipeline or data for more."
+        way_out = f"Use tensor <= {device.scale_up_domain}, and pipeline or data parallelism for the other ranks."
         yield advice("plan.tensor", case.plan.tensor, reason, way_out)
 
 
 def experts_stay_on_fast_links(case: Case) -> Found:
-    """Every layer of experts sends each token to its experts and back. Inside a domain of fast links that is quick; over the
-    network it limits the speed."""
+    """Every layer of experts sends each token to its experts and back. Inside a domain of fast links these messages are fast; over the
+    network they limit the speed."""
     if case.cluster is None:
         return
     device, plan = case.cluster.accelerator, case.plan
@@ -44,8 +44,8 @@ def experts_stay_on_fast_links(case: Case) -> Found:
         reason = f"sends tokens between {ranks}, more than the {device.scale_up_domain} {device.name} that fast links join"
         most = max(1, device.scale_up_domain // plan.expert_tensor)
         way_out = (
-            f"Use expert <= {most} if that many experts fit a rank; else use a schedule that hides the messages, "
-            f"such as dualpipe or dualpipev."
+            f"Use expert <= {most} if one rank has memory for the experts; else use a schedule that hides the messages, such "
+            "as dualpipe or dualpipev."
         )
         yield advice("plan.expert", plan.expert, reason, way_out)
 
@@ -64,5 +64,5 @@ def device_suits(case: Case) -> Found:
             "train.precision",
             train.precision,
             f"{device.name} only emulates this precision{rate}",
-            f"Its units compute in {known}.",
+            f"The device computes in {known}.",
         )

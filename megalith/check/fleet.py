@@ -1,4 +1,4 @@
-"""Rules about nodes and faults: shares of nodes, verification, copies on disk, the plan to fall back on."""
+"""Rules about nodes and faults: ranks per node, verification, copies on disk, the fallback plan."""
 
 import os
 from pathlib import Path
@@ -32,7 +32,9 @@ def verification_has_a_replica(case: Case) -> Found:
             f"does not detect errors that a rank repeats: with plan.data = {plan.data}, "
             f"each rank only recomputes its own gradients"
         )
-        once = "" if fleet.verify == "all" else ', and with fleet.verify = "one" it recomputes nothing that training uses'
+        once = (
+            "" if fleet.verify == "all" else ', and with fleet.verify = "one" the rank recomputes no gradients that training uses'
+        )
         way_out = 'Use more data ranks, or fleet.verify = "all" to detect one-off errors, or verify_every = 0.'
         yield advice("fleet.verify_every", fleet.verify_every, reason + once, way_out)
 

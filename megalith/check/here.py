@@ -1,4 +1,4 @@
-"""Resources that one machine lacks for a run: devices, memory, processors. The run itself may be right, for other machines."""
+"""Resources that one machine lacks for a run: devices, memory, processors. The run itself may suit other machines."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -60,8 +60,8 @@ def check_here(
     provenance: Mapping[str, str] | None = None,
     processor: str = "",
 ) -> list[Problem]:
-    """Return a problem for each resource that `machine` lacks for the ranks that would start there, of this severity at most.
-    `processor`: name of its processor, which is compared with that of measured figures."""
+    """Return a problem, of at most the given severity, for each resource that `machine` lacks for the ranks that would start on it.
+    `processor`: name of the machine's processor, which is compared with the processor of measured figures."""
     here = Here(Case(spec, None, files=False), machine, count, processor)
     found: list[Problem] = []
     for rule in (devices_are_here, memory_holds_the_state, processors_run_the_ranks, figures_are_of_this_machine):
@@ -87,7 +87,10 @@ def devices_are_here(here: Here) -> Found:
     elif gpus == 0 and here.case.cluster is not None and not here.case.cluster.accelerator.is_processor:
         reason = f"names {here.case.cluster.accelerator.name}, but this machine has no GPU, so the run would compute on the CPU"
         yield advice(
-            "cluster", here.case.spec.cluster, reason, 'Train on another machine; train.device = "cuda" makes this an error.'
+            "cluster",
+            here.case.spec.cluster,
+            reason,
+            'Train on another machine; with train.device = "cuda" a missing GPU is an error.',
         )
 
 
@@ -124,7 +127,7 @@ def memory_holds_the_state(here: Here) -> Found:
 
 
 def processors_run_the_ranks(here: Here) -> Found:
-    """Each rank has a processor: ranks that share one take turns."""
+    """Each rank has a processor: ranks that share a processor take turns."""
     ranks, processors = here.ranks, here.machine.processors
     if ranks > processors:
         reason = f"{_counted(ranks, 'rank')} would share the {_counted(processors, 'processor')} of this machine, and take turns"
@@ -132,7 +135,7 @@ def processors_run_the_ranks(here: Here) -> Found:
             "plan.data",
             here.case.plan.data,
             reason,
-            f"The run works, but slowly. A plan of at most {processors} ranks is faster here.",
+            f"The run works, but slowly. A plan of at most {processors} ranks is faster on this machine.",
         )
 
 
@@ -148,9 +151,8 @@ def figures_are_of_this_machine(here: Here) -> Found:
         yield advice("cluster", here.case.spec.cluster, reason, f"{CALIBRATE} --ranks {here.ranks} here.")
     elif here.ranks != found.ranks:
         reason = (
-            f"was measured with {_counted(found.ranks, 'rank')} at work, but the run starts {here.ranks:,} here: "
-            f"a rank then has a "
-            "different share of the processor, so the predictions do not apply"
+            f"was measured while {_counted(found.ranks, 'rank')} computed, but the run starts {here.ranks:,} here: a rank "
+            "then has a different share of the processor, so the predictions do not apply"
         )
         yield advice("cluster", here.case.spec.cluster, reason, f"{CALIBRATE} --ranks {here.ranks} here.")
 

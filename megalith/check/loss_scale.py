@@ -23,5 +23,5 @@ def scale_is_used(case: Case) -> Found:
     spec, scaled = case.spec, [name for name, row in PRECISIONS.items() if row.scaled]
     if "loss_scale" in spec.model_fields_set and spec.loss_scale.model_fields_set and spec.train.precision not in scaled:
         reason = f"changes nothing: train.precision = {spec.train.precision!r} has no loss scale"
-        way_out = f'Leave it out, or set train.precision = "{scaled[0]}".'
+        way_out = f'Remove this key, or set train.precision = "{scaled[0]}".'
         yield advice("loss_scale", ", ".join(sorted(spec.loss_scale.model_fields_set)), reason, way_out)

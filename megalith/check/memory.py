@@ -72,7 +72,7 @@ def optimizer_is_sharded(case: Case) -> Found:
 
 
 def state_elsewhere_can_be_had(case: Case) -> Found:
-    """The optimizer's rule can update state in its place."""
+    """The optimizer can update state that is not on the device."""
     state, spec = case.plan.state, case.spec
     if state.optimizer == "device":
         if state.share < 1:
@@ -82,27 +82,32 @@ def state_elsewhere_can_be_had(case: Case) -> Found:
     gpu = spec.train.device == "cuda" or (case.cluster is not None and not case.cluster.accelerator.is_processor)
     if gpu and kind is not None:
         reason = (
-            f"would update in host memory, but {kind} needs each whole {OPTIMIZERS[kind].unit}, and other GPUs have parts of it"
+            f"would update in host memory, but {kind} needs each whole {OPTIMIZERS[kind].unit}, and other GPUs have parts of "
+            f"each {OPTIMIZERS[kind].unit}"
         )
         way_out = 'Use "device", or optimizer.kind = "adamw", "sgd" or "lion", which update each element on its own.'
         yield error("plan.state.optimizer", state.optimizer, reason, way_out)
 
 
 def weights_elsewhere_are_gathered(case: Case) -> Found:
-    """Weights that are not on the device are cast from master weights in the same place at each gather."""
+    """Weights that are not on the device are cast, at each gather, from master weights that are stored in the same memory or on the same
+    disk."""
     state, spec, key = case.plan.state, case.spec, "plan.state.weights"
     if state.weights == "device":
         return
     if state.optimizer != state.weights:
-        reason = f'casts weights from master weights there, but plan.state.optimizer = "{state.optimizer}" keeps master weights elsewhere'
+        reason = (
+            f'casts weights from master weights in the same place, but plan.state.optimizer = "{state.optimizer}" keeps master '
+            "weights elsewhere"
+        )
         yield error(key, state.weights, reason, f'Use plan.state.optimizer = "{state.weights}", or weights = "device".')
     if case.plan.zero != 3:
         reason = f"gathers the weights of one part at a time, but plan.zero = {case.plan.zero} keeps all weights on each rank"
         yield error(key, state.weights, reason, 'Use plan.zero = 3 (even with one data rank), or weights = "device".')
     if PRECISIONS[spec.train.precision].compute.name == MASTER.number:
         reason = (
-            f"casts weights from master weights, but with train.precision = {spec.train.precision!r} both are "
-            f"the same and stay on the device"
+            f"casts weights from master weights, but with train.precision = {spec.train.precision!r} the weights are the "
+            "master weights and stay on the device"
         )
         yield error(key, state.weights, reason, 'Use train.precision = "bf16", or weights = "device".')
     if spec.optimizer.master in LOWER:
@@ -122,9 +127,8 @@ def released_gradients_can_be_taken_back(case: Case) -> Found:
     if state.optimizer != "disk" or state.share < 1:
         taken, saved = bytes_each(lasting), bytes_each([gradient(spec.train.gradients)])
         reason = (
-            "updates before the gradient norm is known, so a run must be able to undo an update. Without the state on "
-            "disk, this takes copies of "
-            f"{taken:g} bytes a parameter, but saves only {saved:g}"
+            "updates before the gradient norm is known, so a run must be able to undo an update. Without the state on disk, "
+            f"undoing an update takes copies of {taken:g} bytes a parameter, but release saves only {saved:g}"
         )
         yield error(key, True, reason, 'Use plan.state.optimizer = "disk" with share = 1.')
     if spec.microbatches > 1:
@@ -141,7 +145,7 @@ def released_gradients_can_be_taken_back(case: Case) -> Found:
 
 
 def released_gradients_are_updated_by_parts(case: Case) -> Found:
-    """No setting needs all gradients after the backward: an update inside it has the gradients of one part, on one rank."""
+    """No setting needs all gradients after the backward: an update inside the backward has the gradients of only one part, on one rank."""
     spec, key = case.spec, "plan.state.release"
     if not case.plan.state.release:
         return
@@ -157,12 +161,14 @@ def released_gradients_are_updated_by_parts(case: Case) -> Found:
         ("plan.post_validation", case.plan.post_validation),
     ):
         if value:
-            reason = f"frees gradients inside the backward, but {other} = {str(value).lower()} needs all gradients after it"
+            reason = (
+                f"frees gradients inside the backward, but {other} = {str(value).lower()} needs all gradients after the backward"
+            )
             yield error(key, True, reason, f"Leave out {other}, or use release = false.")
 
 
 def disk_takes_the_state(case: Case) -> Found:
-    """State on disk has room in a writable folder, and no copies in memory."""
+    """State on disk fits into a writable folder, and has no copies in memory."""
     state, fleet = case.plan.state, case.spec.fleet
     if state.optimizer != "disk":
         return
@@ -186,15 +192,19 @@ def disk_takes_the_state(case: Case) -> Found:
         return
     slot, free = disk_bytes(case, case.plan), shutil.disk_usage(there).free
     building = slot / state.share * bytes_each([MASTER]) / bytes_each(_elsewhere(case)) if state.weights_away and slot else 0
-    has, way_out = f"but {there} has {format_bytes(free)} free", "Make room there, or name a folder on another disk."
+    has, way_out = f"but {there} has {format_bytes(free)} free", "Free space in this folder, or name a folder on another disk."
     saved = 0 if not case.spec.checkpoint.every else 1 if state.folder else 1 + kept(case.spec)
     if (least := PAIR * slot + building) > free:
         besides = " and the master weights while the model is built" if building else ""
-        reason = f"needs at least {format_bytes(least)} for two slots of each rank's state{besides}, {has}"
+        reason = f"needs at least {format_bytes(least)} for two files of each rank's state{besides}, {has}"
         yield error("plan.state.folder", state.folder, reason, way_out)
     elif (PAIR + saved) * slot > free:
-        reason = f"needs at least {format_bytes((PAIR + saved) * slot)} together with the files that checkpoints hold, {has}"
-        yield advice("plan.state.folder", state.folder, reason, f"{way_out} Without room a save fails, or training waits for it.")
+        reason = (
+            f"needs at least {format_bytes((PAIR + saved) * slot)} for state files, including files that checkpoints keep, {has}"
+        )
+        yield advice(
+            "plan.state.folder", state.folder, reason, f"{way_out} Without room a save fails, or training waits for room."
+        )
 
 
 def existing(folder: Path) -> Path:
@@ -209,7 +219,7 @@ def unusable(there: Path) -> str:
 
 
 def long_sequences_recompute(case: Case) -> Found:
-    """Long sequences use recomputation: activations grow with the sequence, and recomputation saves them at the cost of time."""
+    """Long sequences use recomputation: activations grow with the sequence, and recomputation saves activations at the cost of time."""
     plan, train = case.plan, case.spec.train
     if plan.recompute != "none" or case.model is None or case.spec.microbatches == 0:
         return
@@ -224,12 +234,12 @@ def long_sequences_recompute(case: Case) -> Found:
         inputs = format_bytes(
             held * len(case.model.blocks) * case.model.dim / saved
         )  # of each block, full recomputation keeps its input
-        yield advice("plan.recompute", "none", reason, f'"full" keeps about {inputs}, for a third more computation.')
+        yield advice("plan.recompute", "none", reason, f'recompute = "full" keeps about {inputs}, for a third more computation.')
 
 
 def state_bytes(case: Case, plan: Plan) -> int:
-    """Lower bound of a rank's bytes for the blocks' state; experts are sharded separately. Below ZeRO-3 a rank also holds
-    whole compute weights."""
+    """Lower bound of a rank's bytes for the blocks' state; experts are sharded separately. Below ZeRO-3 a rank also holds unsharded
+    compute weights."""
     places = max(1, plan.pipeline // plan.sides)  # of stages: the two directions of a pipeline keep each of them twice
     return int(_held(case, plan, case.parameters, places))
 
@@ -248,8 +258,8 @@ def rank_bytes(case: Case) -> float:
 
 
 def activation_bytes(case: Case) -> float:
-    """Approximate bytes of activations that a rank keeps for backward. With full recomputation these are each block's input
-    and one block. If activations are offloaded, three blocks or inputs are on the device: one computes, and two are being
+    """Approximate bytes of activations that a rank keeps for backward. With full recomputation, a rank keeps the inputs of all blocks and
+    the activations of one block. If activations are offloaded, three blocks or inputs are on the device: one computes, and two are being
     copied."""
     assert case.model is not None
     plan, model = case.plan, case.model
@@ -270,14 +280,14 @@ def activation_bytes(case: Case) -> float:
 
 
 def _elsewhere(case: Case) -> list[Slot]:
-    """The slots that may be kept outside the device: the optimizer's, and master weights if compute weights have another
+    """The tensors of optimizer state that may be kept outside the device, including master weights if compute weights have another
     format."""
     narrow = PRECISIONS[case.spec.train.precision].compute.name != MASTER.number
     return [*(masters_of(case.spec.optimizer) if narrow else []), *slots_of(case.spec.optimizer)]
 
 
 def disk_bytes(case: Case, plan: Plan) -> int:
-    """Lower bound of the size of one of a rank's files for the blocks' state."""
+    """Lower bound of the size of one state file of a rank, counting the blocks' state."""
     numbers, mesh = case.parameters, Mesh.of(plan)
     places = max(1, plan.pipeline // plan.sides)
     shares = numbers.dense / (plan.tensor * plan.dp_shard) + numbers.experts / (
@@ -295,7 +305,7 @@ def total_state_bytes(case: Case, plan: Plan) -> int:
 
 
 def _held(case: Case, plan: Plan, parameters: Count, places: int) -> float:
-    """Bytes of a rank's state for its share of these parameters, which lie on `places` stages."""
+    """Bytes of a rank's state for its share of `parameters`, which are distributed over `places` stages."""
     compute, mesh = PRECISIONS[case.spec.train.precision].compute, Mesh.of(plan)
     held = 0.0
     for count, split, shards in (
@@ -324,9 +334,9 @@ def _held(case: Case, plan: Plan, parameters: Count, places: int) -> float:
 
 
 def _saved_numbers(block: BlockSpec, dim: int) -> int:
-    """Return approximately how many numbers a block keeps for backward per token, with fused kernels. These are the inputs and
-    outputs of norms; attention's queries, keys, values and output; the outputs of Mamba-2's projections, recurrence and norm; and
-    the MLP's gate, up, activation(gate) and their product, for each expert that the token goes to."""
+    """Return approximately how many numbers a block keeps for backward per token, with fused kernels. A block keeps the inputs and
+    outputs of norms; attention's queries, keys, values and output; the outputs of Mamba-2's projections, recurrence and norm; and the
+    MLP's gate, up, activation(gate) and their product, for each expert that the token goes to."""
     halves = bool(block.attention or block.mamba) + bool(block.mlp)
     own = own_tensors(block, dim)  # of an own half, twice what its matrices give
     saved = 2 * dim * halves + 2 * sum(each.shape[0] for half in own.values() for each in half if each.role == "matrix")
@@ -335,8 +345,8 @@ def _saved_numbers(block: BlockSpec, dim: int) -> int:
 
 
 def _spared_numbers(case: Case, block: BlockSpec, number: int) -> float:
-    """Approximate memory that 8-bit formats save, in numbers of the compute format: for inputs of products and of
-    activations, and for attention's tensors, if these are kept in 8 bits."""
+    """Approximate memory that 8-bit formats save, as a count of numbers in the compute format: for inputs of products and of activations,
+    and for attention's tensors, if these are kept in 8 bits."""
     assert case.model is not None
     choices, precision, spec, dim = case.spec.precision, case.spec.train.precision, case.spec, case.model.dim
     kept, spared = PRECISIONS["fp8"], 0.0
@@ -353,8 +363,8 @@ def _spared_numbers(case: Case, block: BlockSpec, number: int) -> float:
 
 
 def _compressed_numbers(block: BlockSpec, dim: int, actions: Mapping[str, Action], *, packed: bool) -> float:
-    """About how many numbers a block keeps of a token in 8 bits by the actions for its parts. `packed`: inputs of products and factors of
-    activations are kept so in any case."""
+    """Approximately how many numbers per token a block keeps in 8 bits because of the actions for its parts. `packed`: True if inputs of
+    products and factors of activations are kept in 8 bits anyway."""
     norm = "attention_norm" if block.attention else "mamba_norm"
     found: float = dim * (
         compresses(actions, norm) * bool(block.attention or block.mamba) + compresses(actions, "mlp_norm") * bool(block.mlp)

@@ -61,7 +61,7 @@ def kv_heads_meet_the_tensor_ranks(case: Case) -> Found:
         attention = block.attention
         heads = attention.kv_heads if isinstance(attention, AttentionSpec) and not attention.own else tensor
         if heads % tensor and tensor % heads:
-            reason = f"neither divides kv_heads = {heads} ({name}.attention) nor is a multiple of it"
+            reason = f"neither divides kv_heads = {heads} ({name}.attention) nor is a multiple of {heads}"
             yield error("plan.tensor", tensor, reason, divisors("tensor", heads, tensor))
 
 
@@ -80,15 +80,15 @@ def context_divides_the_sequence(case: Case) -> Found:
     if mixed := next((name for block, name in case.blocks.items() if block.mamba), None):
         reason = f"splits sequences, but Mamba-2 ({mixed}.mamba) cannot pass its state from rank to rank"
         way_out = (
-            "Use context = 1. For less memory, use plan.tensor, recomputation or more data ranks; Mamba-2 needs "
-            "little for long sequences."
+            "Use context = 1. For less memory, use plan.tensor, recomputation or more data ranks; Mamba-2 needs little "
+            "memory for long sequences."
         )
         yield error("plan.context", plan.context, reason, way_out)
     for block, name in case.blocks.items():
         heads, split = block.attention.heads if block.attention else 0, plan.tensor * plan.ulysses
         if plan.ulysses > 1 and heads % split:
             reason = f"with tensor = {plan.tensor} does not divide heads = {heads} ({name}.attention)"
-            yield error("plan.ulysses", plan.ulysses, reason, "Use a smaller ulysses; context ranks beyond it form a ring.")
+            yield error("plan.ulysses", plan.ulysses, reason, "Use a smaller ulysses; the other context ranks then form a ring.")
     length = case.spec.train.seq_len
     unit = 2 * plan.context * (plan.tensor if plan.sequence else 1)
     if length % unit:
@@ -102,19 +102,21 @@ def context_divides_the_sequence(case: Case) -> Found:
 
 
 def experts_have_ranks(case: Case) -> Found:
-    """Expert ranks are ranks of one pipeline stage. They divide the experts and the width of each expert evenly."""
+    """Expert ranks are ranks of one pipeline stage. Expert ranks divide the experts and the width of each expert evenly."""
     plan = case.plan
     moes = {name: block.mlp for block, name in case.blocks.items() if isinstance(block.mlp, MoeSpec)}
     asked = [name for name in ("expert", "expert_tensor") if getattr(plan, name) > 1]
     if asked and case.model is not None and not moes:
         for name in asked:
-            yield error(f"plan.{name}", getattr(plan, name), "divides experts among ranks, but the model has none", "Use 1.")
+            yield error(
+                f"plan.{name}", getattr(plan, name), "divides experts among ranks, but the model has no experts", "Use 1."
+            )
         return
     ranks = plan.data * plan.context * plan.tensor
     if ranks % (plan.expert * plan.expert_tensor):
         product = plan.expert * plan.expert_tensor
         reason = f"x expert_tensor {plan.expert_tensor} = {product} does not divide data x context x tensor = {ranks}"
-        way_out = f"Use a product that divides it: {', '.join(str(d) for d in range(1, ranks + 1) if ranks % d == 0)}."
+        way_out = f"Use a product that divides {ranks}: {', '.join(str(d) for d in range(1, ranks + 1) if ranks % d == 0)}."
         yield error("plan.expert", plan.expert, reason, way_out)
     for name, moe in moes.items():
         if moe.experts % plan.expert:
@@ -138,7 +140,7 @@ def batch_divides(case: Case) -> Found:
         smaller = max((m for m in range(1, plan.microbatch) if batch % (count * plan.data * m) == 0), default=None)
         if sites and sites.each:
             factors, smaller = (
-                f"{count} shares of the sites x {unit_of(case.spec)} samples, which every site's plan divides",
+                f"{count} shares of the sites x {unit_of(case.spec)} samples, which suit the plans of all sites",
                 None,
             )
         reason = f"is not a multiple of {factors} = {unit}"

@@ -50,12 +50,12 @@ def sequences_fit_the_context(case: Case) -> Found:
         reason = f"is more than the {learned} positions for which this model has a learned vector"
         yield error("train.seq_len", length, reason, f"Use seq_len <= {learned}, or set model.context = {length}.")
     elif length > context:
-        reason = f"is more than model.context = {context}, the longest sequence that the positions are made for"
+        reason = f"is more than model.context = {context}, the longest sequence for which the model's positions are made"
         yield advice("train.seq_len", length, reason, f"Use seq_len <= {context}, or set model.context = {length}.")
 
 
 def routing_is_learnt(case: Case) -> Found:
     """The router chooses experts: tokens that are sent to experts in turn do not train it."""
     if any(isinstance(block.mlp, MoeSpec) and block.mlp.router.balanced for block in case.blocks):
-        reason = "sends tokens to experts in turn and ignores their scores: this measures speed, but trains no routing"
+        reason = "sends tokens to experts in turn and ignores the router's scores: this measures speed, but trains no routing"
         yield advice("model.balanced", True, reason, "Leave this key out unless the run is a benchmark.")

@@ -27,9 +27,9 @@ class Crossing(NamedTuple):
     ranks: int
     """The number of ranks that share the row."""
     numbers: int
-    """The numbers of a row."""
+    """The number of elements in the row."""
     share: int
-    """The largest number of the row's numbers on one rank."""
+    """The largest number of the row's elements on one rank."""
 
 
 def crossings(model: ModelSpec, plan: Plan, optimizer: OptimizerSpec) -> Iterator[Crossing]:
@@ -56,7 +56,7 @@ def _cut(parameter: Parameter, plan: Plan, shards: int) -> tuple[str, int]:
 
 
 def blocks_lie_inside_shards(case: Case) -> Found:
-    """Blocks of moments lie inside one rank's share: only then does the share have the same bytes as in the whole moment."""
+    """Blocks of moments lie inside one rank's share: only then does rounding the share give the same bytes as rounding the whole moment."""
     if case.model is None or case.plan.data % case.plan.replicate:
         return
     block, seen = case.spec.optimizer.moment_block, set[tuple[str, int]]()
@@ -98,7 +98,7 @@ def halves_can_be_had(case: Case) -> Found:
             "as many as in fp32"
         )
         yield advice(
-            "optimizer.master", "split16", reason, 'Leave it out, or use optimizer.master = "split8", which keeps 3 bytes.'
+            "optimizer.master", "split16", reason, 'Remove this key, or use optimizer.master = "split8", which keeps 3 bytes.'
         )
 
 
@@ -117,7 +117,7 @@ def something_is_small(case: Case) -> Found:
         for key in ("moment_block", "moment_least"):
             if key in spec.model_fields_set and getattr(spec, key) != type(spec).model_fields[key].default:
                 reason = 'changes nothing with optimizer.moments = "fp32"'
-                yield advice(f"optimizer.{key}", getattr(spec, key), reason, 'Leave it out, or use optimizer.moments = "fp8".')
+                yield advice(f"optimizer.{key}", getattr(spec, key), reason, 'Remove this key, or use optimizer.moments = "fp8".')
         return
     if not any(slot.shape == "like" for kind in kinds(spec) for slot in OPTIMIZERS[kind].slots):
         reason = f"changes nothing: {spec.kind} keeps moments of rows and columns, which stay in fp32"
@@ -128,4 +128,4 @@ def something_is_small(case: Case) -> Found:
             f"changes nothing: the model's largest matrix has {largest:,} elements, fewer than optimizer.moment_least "
             f"= {spec.moment_least:,}"
         )
-        yield advice("optimizer.moments", spec.moments, reason, f"Use moment_least <= {largest}, or leave it out.")
+        yield advice("optimizer.moments", spec.moments, reason, f"Use moment_least <= {largest}, or remove this key.")

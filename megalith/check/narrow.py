@@ -38,7 +38,7 @@ def tiles_lie_inside_sequences(case: Case) -> Found:
 
 
 def maxima_can_be_shared(case: Case) -> Found:
-    """The scale of a row or a tensor follows its largest number on all ranks that hold a part of it."""
+    """The scale of a row or a tensor is set by the largest number on all ranks that hold a part of the row or tensor."""
     choices, precision, plan = case.spec.precision, case.spec.train.precision, case.plan
     if not is_narrow(precision):
         return
@@ -47,10 +47,10 @@ def maxima_can_be_shared(case: Case) -> Found:
         return
     if PRECISIONS[precision].products not in RECIPE.values() and choices.granularity != "tile":
         reason = f"does not work with train.precision = {precision!r}: the format fixes the blocks that share a scale"
-        yield error("precision.granularity", choices.granularity, reason, 'Leave it out, or use train.precision = "fp8".')
+        yield error("precision.granularity", choices.granularity, reason, 'Remove this key, or use train.precision = "fp8".')
     asked = f'train.precision = "{precision}"' if whole else f'precision.granularity = "{choices.granularity}"'
     if plan.overlap_tensor > 1 and (whole or choices.granularity == "tensor"):
-        reason = f"does not work with {asked}: each piece would have a scale of its own"
+        reason = f"does not work with {asked}: each piece of a message would have a scale of its own"
         yield error("plan.overlap_tensor", plan.overlap_tensor, reason, f"Use overlap_tensor = 1, or {_other(precision)}.")
     if plan.expert_tensor > 1 and (cut := _narrow_experts(case)):
         share = "tensor" if whole else choices.granularity
@@ -64,7 +64,7 @@ _NO_EXPERTS = 'precision.wide = ["*.experts"]'
 
 
 def _other(precision: str) -> str:
-    """Return settings that avoid scales across ranks, as text."""
+    """Return, as text, settings whose scales do not span ranks."""
     return (
         'train.precision = "mxfp4" with precision.rounding = "nearest"'
         if precision == "nvfp4"
@@ -84,17 +84,18 @@ def _mixes(block: BlockSpec) -> bool:
 
 
 def draws_know_their_numbers(case: Case) -> Found:
-    """Stochastic rounding knows the place of each number in the whole tensor, and its token."""
+    """Stochastic rounding depends on the position of each number in the whole tensor, and on its token."""
     plan, precision = case.plan, case.spec.train.precision
     if not is_narrow(precision) or settled(case.spec.precision, precision).rounding != "stochastic":
         return
     nearest = 'precision.rounding = "nearest"'
     if plan.overlap_tensor > 1:
-        reason = "does not work with stochastic rounding of gradients: a piece does not know its tokens"
+        reason = "does not work with stochastic rounding of gradients: the positions of the tokens in a piece are not known"
         yield error("plan.overlap_tensor", plan.overlap_tensor, reason, f"Use overlap_tensor = 1, or {nearest}.")
     if plan.expert_tensor > 1 and (cut := _narrow_experts(case)):
         reason = (
-            f"cuts {cut}, whose gradients are rounded stochastically, but a share of an expert does not know which outputs it has"
+            f"cuts {cut}, whose gradients are rounded stochastically, but a rank with a share of an expert does not know the "
+            "positions of its outputs"
         )
         yield error("plan.expert_tensor", plan.expert_tensor, reason, f"Use expert_tensor = 1, {nearest}, or {_NO_EXPERTS}.")
 
@@ -113,7 +114,10 @@ def histories_follow_tensors(case: Case) -> Found:
     if not choices.history or not is_narrow(precision):
         return
     if choices.granularity != "tensor":
-        reason = f'does not work with precision.granularity = "{choices.granularity}": only scales of whole tensors follow earlier steps'
+        reason = (
+            f'does not work with precision.granularity = "{choices.granularity}": only scales of whole tensors can be computed '
+            "from earlier steps"
+        )
         yield error("precision.history", choices.history, reason, 'Use granularity = "tensor", or history = 0.')
     if case.spec.sites is not None:
         reason = "does not work with sites: each site would have scales of its own"
@@ -133,7 +137,7 @@ def histories_follow_tensors(case: Case) -> Found:
 
 
 def blocks_become_wide(case: Case) -> Found:
-    """Comparisons of gradients make a block wide, on all ranks of the run at once."""
+    """A comparison of gradients can switch a block to wide products, on all ranks of the run at once."""
     choices = case.spec.precision
     if not choices.auto or not is_narrow(case.spec.train.precision):
         return
@@ -141,12 +145,12 @@ def blocks_become_wide(case: Case) -> Found:
         reason = "has no effect with precision.watch_every = 0: gradients are never compared, so no block becomes wide"
         yield error("precision.auto", choices.auto, reason, "Use watch_every = 100, for example, or auto = 0.")
     if case.spec.sites is not None:
-        reason = "does not work with sites: each site would make other blocks wide"
+        reason = "does not work with sites: each site would make different blocks wide"
         yield error("precision.auto", choices.auto, reason, "Use auto = 0.")
 
 
 def dispatch_has_the_experts_numbers(case: Case) -> Found:
-    """Tokens are sent in the format that experts round them to, with scales under which they remain bf16 numbers."""
+    """Tokens are sent in the format to which experts round them, with scales under which they remain bf16 numbers."""
     choices, precision = case.spec.precision, case.spec.train.precision
     if choices.dispatch == "wide" or not is_narrow(precision):
         return
@@ -180,8 +184,8 @@ def gradients_of_results_are_sent(case: Case) -> Found:
         yield error(key, choices.combine_gradients, reason, f'Use {wide}, or scale = "up".')
     if choices.rounding == "stochastic":
         reason = (
-            'does not work with precision.rounding = "stochastic": gradients are rounded to nearest before they are '
-            "sent, which is biased"
+            'does not work with precision.rounding = "stochastic": gradients are rounded to nearest before they are sent, '
+            "and rounding to nearest is biased"
         )
         yield error(key, choices.combine_gradients, reason, f'Use {wide}, or rounding = "nearest".')
     if case.plan.compile and case.plan.expert * case.plan.expert_tensor > 1:
@@ -224,7 +228,7 @@ def gathers_have_the_products_numbers(case: Case) -> Found:
         reason = f'does not work with precision.granularity = "{choices.granularity}": several shards would share a scale'
         yield error("precision.gather", choices.gather, reason, f'Use {wide}, or granularity = "tile".')
     if choices.input_gradient == "wide":
-        reason = 'does not work with precision.input_gradient = "wide": its products need unrounded weights'
+        reason = 'does not work with precision.input_gradient = "wide": input gradients then need unrounded weights'
         yield error("precision.gather", choices.gather, reason, f'Use {wide}, or input_gradient = "narrow".')
     if plan.zero == 0 or plan.dp_shard == 1:
         reason = f"changes nothing with plan.zero = {plan.zero} and {plan.dp_shard} shards: no weights are gathered"
@@ -278,9 +282,9 @@ def rotations_fit(case: Case) -> Found:
     tile = tile_of(choices, precision)
     if choices.granularity != "tile":
         reason = f'does not work with precision.granularity = "{choices.granularity}": the transform needs tiles of tokens'
-        yield error("precision.hadamard", True, reason, "Use only one of the two.")
+        yield error("precision.hadamard", True, reason, "Use only one of these settings.")
     elif tile & (tile - 1):
-        reason = "is not a power of two, but precision.hadamard needs one"
+        reason = "is not a power of two, but precision.hadamard needs a power of two"
         yield error("precision.tile", tile, reason, f"Use tile = {1 << (tile.bit_length() - 1)}, or hadamard = false.")
 
 
@@ -295,7 +299,7 @@ def something_is_narrow(case: Case) -> Found:
             if key == "tile" and case.plan.rounding:
                 continue  # it is that of parts kept in 8 bits
             reason = f'changes nothing with train.precision = "{precision}", which has no narrow products'
-            yield advice(f"precision.{key}", getattr(choices, key), reason, f"Leave it out, or use train.precision = {able}.")
+            yield advice(f"precision.{key}", getattr(choices, key), reason, f"Remove this key, or use train.precision = {able}.")
         return
     for key in _idle(case):
         reason = f'changes nothing with train.precision = "{precision}"'
@@ -303,10 +307,12 @@ def something_is_narrow(case: Case) -> Found:
     branch = case.spec.branch
     if choices.wide_decay and case.spec.optimizer.schedule not in DECAYING and not (branch and branch.decay):
         reason = f'changes nothing with optimizer.schedule = "{case.spec.optimizer.schedule}", which has no decay phase'
-        yield advice("precision.wide_decay", True, reason, f"Leave it out, or use schedule = {' or '.join(map(repr, DECAYING))}.")
+        yield advice(
+            "precision.wide_decay", True, reason, f"Remove this key, or use schedule = {' or '.join(map(repr, DECAYING))}."
+        )
     if choices.tile and choices.granularity != "tile":
         reason = f'changes nothing with precision.granularity = "{choices.granularity}"'
-        yield advice("precision.tile", choices.tile, reason, "Leave one of the two out.")
+        yield advice("precision.tile", choices.tile, reason, "Remove one of these two settings.")
     if case.model is not None and choices.wide_first + choices.wide_last >= len(case.model.blocks):
         blocks = len(case.model.blocks)
         reason = f"together with wide_last = {choices.wide_last} leaves none of the {blocks} blocks in {precision}"
@@ -330,13 +336,15 @@ def narrow_is_emulated(case: Case) -> Found:
         return
     if not asked:
         reason = (
-            "is emulated: results are exactly those of the format, but numbers are rounded to it first, "
-            "and then multiplied in bf16, which is slower than bf16 alone"
+            "is emulated: results are exactly those of the format, but numbers are rounded to the format first, and then "
+            "multiplied in bf16, which is slower than bf16 alone"
         )
         yield advice("train.precision", precision, reason, "Use the format to see its effect on the model, and bf16 for speed.")
     if case.plan.compile and not asked:
-        reason = f'does not work with train.precision = "{precision}": a compiler may leave its roundings out'
-        yield error("plan.compile", True, reason, "Use only one of the two.")
+        reason = (
+            f'does not work with train.precision = "{precision}": a compiler may leave out the roundings that emulate the format'
+        )
+        yield error("plan.compile", True, reason, "Use only one of these settings.")
 
 
 def codes_can_be_multiplied(case: Case) -> Found:
@@ -349,7 +357,7 @@ def codes_can_be_multiplied(case: Case) -> Found:
         name = (
             f"{device.name} has no matrix products"
             if device is not None
-            else "no cluster is set, and not every device has products"
+            else "no cluster is set, and not every device multiplies"
         )
         reason = f'is not possible: {name} in 8 bits for train.precision = "{precision}" with these scales'
         way_out = (
@@ -362,17 +370,17 @@ def codes_can_be_multiplied(case: Case) -> Found:
             'does not work with precision.multiply = "codes": the kept inputs are a by-product of rounding in '
             "bf16, which this setting skips"
         )
-        yield error("precision.kept", choices.kept, reason, "Use only one of the two.")
+        yield error("precision.kept", choices.kept, reason, "Use only one of these settings.")
     elif case.plan.compile and _follows_others(case):
         reason = (
-            'does not work with precision.multiply = "codes" if scales follow numbers of other ranks or steps, which '
-            "a compiler cannot see"
+            'does not work with precision.multiply = "codes" if scales depend on numbers of other ranks or steps, which a '
+            "compiler cannot see"
         )
         yield error("plan.compile", True, reason, 'Use compile = false, or precision.granularity = "tile".')
 
 
 def _follows_others(case: Case) -> bool:
-    """Return True if a scale follows numbers that are not in this rank's product."""
+    """Return True if a scale depends on numbers that are not in this rank's product."""
     choices, plan = case.spec.precision, case.plan
     return choices.history > 0 or (choices.granularity != "tile" and plan.tensor * plan.context > 1)
 

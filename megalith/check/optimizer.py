@@ -22,8 +22,12 @@ def groups_match(case: Case) -> Found:
             continue
         mine = [name for name in names if fnmatchcase(name, group.pattern)]
         if mine:
-            reason = f"has no parameters left: later groups also match all {len(mine)} of its matches, such as {mine[0]}"
-            way_out = "Put this group after them, or leave it out: of all groups that match a parameter, the last one counts."
+            reason = (
+                f"has no parameters left: later groups also match all {len(mine)} parameters that it matches, such as {mine[0]}"
+            )
+            way_out = (
+                "Put this group after the later groups, or remove it: of all groups that match a parameter, the last one counts."
+            )
         else:
             nearest = near(group.pattern.strip("*"), names) or names[len(names) // 2]
             reason = f"matches none of the model's {len(names)} parameters"
@@ -46,8 +50,8 @@ def matrices_fit(case: Case) -> Found:
 
 
 def clipping_makes_sense(case: Case) -> Found:
-    """Adaptive clipping leaves gradients of the usual norm unchanged, and begins before the run ends. QK-clip has heads to
-    scale."""
+    """Adaptive clipping leaves gradients of the usual norm unchanged, and begins before the run ends. QK-clip needs attention heads that
+    it can scale."""
     optimizer, steps = case.spec.optimizer, case.spec.train.steps
     if 0 < optimizer.adaptive_clip < 1:
         reason = "clips even a gradient of the usual norm, so the usual norm shrinks with every update"
@@ -69,7 +73,7 @@ def clipping_makes_sense(case: Case) -> Found:
         if not layers:
             yield error("optimizer.qk_clip", optimizer.qk_clip, "has no effect: this model has no attention", "Use qk_clip = 0.")
         elif own:
-            reason = f"does not know which weights of the own attention {own} make queries and keys"
+            reason = f"does not know which weights of your attention {own} make queries and keys"
             yield error("optimizer.qk_clip", optimizer.qk_clip, reason, "Use qk_clip = 0, or Megalith's attention.")
         elif normed:
             reason = f"scales queries and keys, but in {normed} of {layers} layers a norm after them already bounds the logits"
@@ -77,7 +81,7 @@ def clipping_makes_sense(case: Case) -> Found:
 
 
 def rates_scale(case: Case) -> Found:
-    """A parametrization has base sizes, and a rule for each optimizer and part of the run."""
+    """A parametrization has base sizes, and defines how learning rates scale for each optimizer and part of the run."""
     model, optimizer = case.spec.model, case.spec.optimizer
     if model.parametrization == "standard":
         for name in ("base_dim", "base_layers", "base_head_dim"):

@@ -21,9 +21,9 @@ WAY_OUT = "Megalith looks for a part in Python's module search path and in the c
 
 
 def admit(spec: RunSpec, provenance: Mapping[str, str]) -> tuple[list[Problem], dict[str, str]]:
-    """Import the own parts that a command's run names. Return the problems, and the digest of each part's source by its key.
+    """Import the user's own parts that a command's run names. Return the problems, and the digest of each part's source by its key.
 
-    Commands import own parts only here. If the spec lacks values, nothing is imported."""
+    Commands import the user's own parts only in this function. If the spec lacks required values, nothing is imported."""
     try:
         named = spec.own_parts
     except AbsentError:
@@ -45,7 +45,8 @@ def admit(spec: RunSpec, provenance: Mapping[str, str]) -> tuple[list[Problem], 
 
 
 def load_admitted(path: Path, overrides: Sequence[str], problems: list[Problem]) -> ResolvedRun | None:
-    """Load a command's run file, and import its own parts. If there are problems, add them to the list and return None."""
+    """Load a command's run file, and import the user's own parts that the file names. If there are problems, add them to the list and
+    return None."""
     try:
         found = files.load(path, overrides=overrides)
     except SpecErrors as errors:
@@ -57,7 +58,7 @@ def load_admitted(path: Path, overrides: Sequence[str], problems: list[Problem])
 
 
 def admit_part(spec: RunSpec, key: str, name: str) -> None:
-    """Import an own part of the model, and check that it declares its parameters for this model's sizes. Raises
+    """Import a user's own part of the model, and check that the part declares its parameters for this model's sizes. Raises
     own.OwnPartError."""
     parts.admit(name, key.removeprefix("model."))
     try:
@@ -71,13 +72,13 @@ def admit_part(spec: RunSpec, key: str, name: str) -> None:
 
 
 def own_parts_fit_the_plan(case: Case) -> Found:
-    """An own attention without a core needs whole sequences, and has no core to recompute."""
+    """A user's own attention that declares no core needs whole sequences, and has no core to recompute."""
     name = getattr(case.spec.model, "attention", None)
     if name is None or parts.PARTS[name].core:
         return
     if case.plan.context > 1:
         reason = f"splits sequences, but {name} does not declare (core = True) that tokens interact only through self.core"
-        yield error("plan.context", case.plan.context, reason, "Use 1, or an attention that declares core = True.")
+        yield error("plan.context", case.plan.context, reason, "Use context = 1, or an attention that declares core = True.")
     if "attention.core" in case.plan.actions:
         key = "plan.retain.parts" if "attention.core" in case.plan.retain.parts else "plan.recompute_parts"
         reason = f"names attention.core, but {name} does not declare a core"
@@ -85,15 +86,15 @@ def own_parts_fit_the_plan(case: Case) -> Found:
 
 
 def state_is_at_hand(case: Case) -> Found:
-    """State in host memory or on disk is updated in pieces of a rank's share, so an own optimizer must update each element on
-    its own."""
+    """State in host memory or on disk is updated in pieces of a rank's share, so a user's own optimizer must update each element on its
+    own."""
     kind = case.spec.optimizer.kind
     kinds = [kind, *(group.kind for group in case.spec.optimizer.groups if group.kind)]
     mine = next((each for each in kinds if own.is_own(each) and OPTIMIZERS[each].unit != "element"), None)
     where = case.plan.state.optimizer
     if mine is not None and where != "device":
-        reason = f"updates state piece by piece, but the own optimizer {mine} needs each whole {OPTIMIZERS[mine].unit}"
-        yield error("plan.state.optimizer", where, reason, 'Use "device", or an own optimizer whose unit is "element".')
+        reason = f"updates state piece by piece, but your optimizer {mine} needs each whole {OPTIMIZERS[mine].unit}"
+        yield error("plan.state.optimizer", where, reason, 'Use "device", or an optimizer whose unit is "element".')
 
 
 def callbacks_are_listed_once(case: Case) -> Found:

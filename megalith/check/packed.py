@@ -1,4 +1,4 @@
-"""Rules about wide products that keep their inputs for backward in 8 bits."""
+"""Rules about bf16 products that keep their inputs for backward in 8 bits."""
 
 from collections.abc import Collection
 
@@ -39,7 +39,8 @@ def _own_inputs(block: BlockSpec, case: Case) -> Collection[str]:
 
 
 def inputs_can_be_packed(case: Case) -> Found:
-    """The trainer, not compiled code, decides which tensors are kept, and some blocks keep them in 8 bits."""
+    """Inputs are kept in 8 bits only if the trainer, not compiled code, decides which tensors are kept, and at least one block keeps
+    them."""
     choices, plan, key = case.spec.precision, case.plan, "precision.kept"
     if not packs(choices, case.spec.train.precision):
         return

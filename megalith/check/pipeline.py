@@ -9,7 +9,7 @@ from megalith.spec.base import AbsentError
 
 
 def every_stage_has_a_block(case: Case) -> Found:
-    """Every stage has a block: without one it would only pass messages on, unless it has the embedding or the head."""
+    """Every stage has a block, because a stage without a block only passes messages on, unless it has the embedding or the head."""
     layers, stages, blocks = case.plan.layers, case.plan.stages, case.spec.model.layers
     placed = layers is not None and len(layers) == stages and sum(layers) == blocks
     if stages > blocks and not placed:
@@ -41,8 +41,8 @@ def _split(case: Case) -> str:
         stages, blocks = case.plan.stages, case.spec.model.layers
         share, more = divmod(blocks, stages)
         if share:  # else there are too many stages, which another rule reports
-            return f"Use {[share + (s < more) for s in range(stages)]}, for example, or leave it out."
-    return "Give each stage its number of blocks, or leave it out."
+            return f"Use {[share + (s < more) for s in range(stages)]}, for example, or remove plan.layers."
+    return "Give each stage its number of blocks, or remove plan.layers."
 
 
 def schedule_is_there(case: Case) -> Found:
@@ -70,8 +70,8 @@ def schedule_can_be_built(case: Case) -> Found:
 
 
 def zero_bubble_is_worth_its_memory(case: Case) -> Found:
-    """ZB-H2 has post-validation: it fills the bubble only if the next step begins before the global norm is known (Qi et al.
-    2024, section 4)."""
+    """ZB-H2 has post-validation: ZB-H2 fills the bubble only if the next step begins before the global norm is known (Qi et al. 2024,
+    section 4)."""
     plan = case.plan
     row = kind(plan.schedule)
     if row.needs_post_validation and not plan.post_validation and plan.pipeline > 1:
@@ -82,11 +82,13 @@ def zero_bubble_is_worth_its_memory(case: Case) -> Found:
         yield advice("plan.schedule", plan.schedule, reason, way_out)
     if plan.compile and row.splits_backward:
         reason = "compiles each block as a whole, so weight gradients cannot be deferred"
-        yield advice("plan.compile", True, f'{reason}, but schedule = "{plan.schedule}" defers them', "Use only one of the two.")
+        yield advice(
+            "plan.compile", True, f'{reason}, but schedule = "{plan.schedule}" defers them', "Use only one of these settings."
+        )
 
 
 def second_copies_are_worth_it(case: Case) -> Found:
-    """DualPipe needs a reason: it keeps every stage twice, for a bubble hardly smaller than DualPipeV's on the same ranks
+    """DualPipe is seldom worth its memory: it keeps every stage twice, for a bubble hardly smaller than DualPipeV's on the same ranks
     (Sea AI Lab, "cut in half")."""
     plan, ranks, microbatches = case.plan, case.plan.pipeline, case.spec.microbatches
     row = kind(plan.schedule)
@@ -101,13 +103,14 @@ def second_copies_are_worth_it(case: Case) -> Found:
     if own is not None and theirs is not None:
         reason += f", and idles for {own:.1%} of the useful time; {row.instead!r} idles for {theirs:.1%}"
     way_out = (
-        f"Use schedule = {row.instead!r} and chunks = {other.chunks}, unless twice as many messages between stages cost more."
+        f"Use schedule = {row.instead!r} and chunks = {other.chunks}, unless its doubled messages between stages cost more "
+        "time than it saves."
     )
     yield advice("plan.schedule", plan.schedule, reason, way_out)
 
 
 def bubble_is_small(case: Case) -> Found:
-    """There are many more microbatches than stages: ranks idle for (p - 1) / m of the useful time (Narayanan et al. 2021)."""
+    """There are many more microbatches m than stages p: ranks idle for (p - 1) / m of the useful time (Narayanan et al. 2021)."""
     plan, microbatches, row = case.plan, case.spec.microbatches, kind(case.plan.schedule)
     if plan.pipeline == 1 or not 0 < microbatches < 4 * plan.pipeline or row.splits_backward:
         return
@@ -127,11 +130,13 @@ def tied_weights_stay_together(case: Case) -> Found:
     if model.tied and case.plan.pipeline > 1:
         size = format_bytes(4 * model.vocab * model.dim // case.plan.tensor)
         reason = f"with pipeline = {case.plan.pipeline} keeps the embedding at both ends, which exchange {size} of gradients in every step"
-        yield advice("model.tied", True, reason, "Use tied = false, or no pipeline, if this is much compared with the model.")
+        yield advice(
+            "model.tied", True, reason, "Use tied = false, or no pipeline, if these gradients are large compared with the model."
+        )
 
 
 def _bubble(row: Kind, ranks: int, microbatches: int, chunks: int) -> float | None:
-    """Return the idle time over the useful time, if input gradients and weight gradients each take as long as a forward and
-    no message is hidden. None: the schedule has no closed form."""
+    """Return the idle time over the useful time, if input gradients and weight gradients each take as long as a forward and no message is
+    hidden. None if the schedule has no closed form."""
     idle = None if row.idle is None else row.idle(ranks, microbatches, chunks, 2.0)
     return None if idle is None else idle / (3 * microbatches)

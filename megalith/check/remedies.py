@@ -20,8 +20,8 @@ class Change(NamedTuple):
 
     values: dict[str, Any]
     cost: int
-    """Combinations of changes with a lower sum are preferred: first free changes, then those that cost time, then accuracy,
-    then traffic to host or disk."""
+    """Combinations of changes with a lower sum are preferred: first free changes, then changes that cost time, then accuracy, then
+    traffic to host or disk."""
 
 
 NONE = Change({}, 0)
@@ -83,8 +83,8 @@ def _elsewhere() -> Iterator[Change]:
 
 
 def cheapest(spec: RunSpec, fits: Callable[[RunSpec], bool], *, host: bool = True) -> str:
-    """Return, as a sentence, the cheapest change with which the run fits and passes `megalith check`; empty if there is none.
-    `host`: False if the host's memory is what is too small."""
+    """Return, as a sentence, the cheapest change with which the run fits and passes `megalith check`; empty if there is none. `host`:
+    False if the host's memory is too small, so that changes must not use it."""
     from megalith.check.rules import check  # whose rules ask for this
 
     for some in sorted(product(*changes(spec)), key=lambda some: (sum(one.cost for one in some), len(some))):
@@ -122,6 +122,5 @@ def _sentence(values: dict[str, Any]) -> str:
 
 
 def _listed(words: Sequence[str]) -> str:
-    """Return words as a list in a sentence."""
     *others, last = words
     return f"{', '.join(others)} and {last}" if others else last

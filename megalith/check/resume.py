@@ -22,17 +22,17 @@ from megalith.spec.validate import leaves
 MAY_CHANGE: dict[str, str] = {
     "name": "a label",
     "cluster": "the reference of MFU",
-    "plan": "the place of the work, never its result (but see other_sets)",
-    "data.path": "the place of the data; the digest of its manifest shows that it is the same data",
+    "plan": "the ranks that do the work, never the result (but see other_sets)",
+    "data.path": "the place of the data; an equal digest of the manifest shows that the data is the same",
     "data.copies": "the same",
-    "train.steps": "a run may be made longer",
-    "stability": "the response to a step with unusable numbers from now on",
-    "loss_scale": "the response to gradients that overflow from now on",
+    "train.steps": "the run may become longer",
+    "stability": "the future response to a step with unusable numbers",
+    "loss_scale": "the future response to gradients that overflow",
     "train.device": "where the work happens",
     "precision.watch_every": "comparisons, which do not change gradients",
-    "precision.auto": "the blocks that become wide from now on",
-    "optimizer.master": "the form of the master weights from now on; those of a checkpoint are in fp32",
-    "optimizer.moments": "the format of moments from now on; those of the checkpoint are converted",
+    "precision.auto": "the blocks that may become wide in future steps",
+    "optimizer.master": "the future form of the master weights; checkpoints have master weights in fp32",
+    "optimizer.moments": "the future format of moments; moments of the checkpoint are converted",
     "optimizer.moment_block": "the same",
     "optimizer.moment_least": "the same",
     "validation": "measurements, which do not change weights",
@@ -42,10 +42,10 @@ MAY_CHANGE: dict[str, str] = {
     "launch": "the start of ranks, and their time limits",
     "fleet": "the response to faults",
     "sites.addresses": "the addresses of sites",
-    "sites.count": "the number of sites from the next merge on",
+    "sites.count": "the number of sites in future merges",
     "sites.site": "the site that a command trains",
-    "sites.decides": "the site that can continue without the others",
-    "sites.each": "the plans of sites, and from the next merge on their shares of the samples",
+    "sites.decides": "the site that can continue without the other sites",
+    "sites.each": "the plans of sites, and the shares of samples that sites get after the next merge",
     "sites.grace": "the time that a merge waits for a site",
     "sites.link": "the link that predictions assume",
     "sites.link.megabits": "the same",
@@ -55,7 +55,7 @@ MAY_CHANGE: dict[str, str] = {
     "sites.tls.key": "the same",
     "sites.tls.authority": "the same",
 }
-"""Keys or whole tables that may differ when a run is resumed -> what they stand for."""
+"""Keys, or whole tables, whose values may differ when a run is resumed -> the meaning of these values."""
 
 
 def check_resume(
@@ -67,23 +67,23 @@ def check_resume(
     checkpoint: str = "",
     may: Collection[str] = (),
 ) -> list[Problem]:
-    """Return the changes because of which the run `asked` cannot resume the run `saved`; empty if it can. `samples`: the number
-    of samples consumed. Phases that begin at this sample or later may change; None: no phase may change. `checkpoint`: the
-    checkpoint that describes the saved run, if the run folder's own file does not. `may`: further keys that may differ."""
+    """Return the changes because of which the run `asked` cannot resume the run `saved`; empty if it can. `samples`: the number of
+    samples consumed. Phases that begin at sample number `samples` or later may change; if None, no phase may change. `checkpoint`: the
+    checkpoint that describes the saved run, if the run folder's own run file does not describe it. `may`: further keys that may differ."""
     before = {dotted(leaf.path): leaf.value for leaf in leaves(saved)}
     now = {dotted(leaf.path): leaf.value for leaf in leaves(asked)}
     changed = [name for name in dict.fromkeys([*now, *before]) if now.get(name) != before.get(name)]
-    reason = "the run in this folder has {}; with another value it would be another run"
-    way_out = "Set it back, or start another run with --run-dir."
+    reason = "the run in this folder has {}; another value would make another run"
+    way_out = "Restore the value, or start another run with --run-dir."
     another = (
-        "Set it back, or start another run with --run-dir and train.init_from = this run's checkpoints: it begins with "
-        "their weights, but not with the "
-        "optimizer's state."
+        "Restore the value, or start another run with --run-dir and train.init_from = this run's checkpoints: the new run "
+        "begins with their weights, but not with the optimizer's state."
     )
     if checkpoint:
-        reason = f"{checkpoint} was saved by a run with {{}}, so it is not a checkpoint of this run"
+        reason = f"{checkpoint} was saved by a run with {{}}, so this run cannot resume from it"
         way_out = (
-            "Set it back, move that checkpoint away, or start another run with --run-dir (train.init_from takes its weights)."
+            "Restore the value, move that checkpoint away, or start another run with --run-dir (train.init_from takes the "
+            "checkpoint's weights)."
         )
         another = way_out
     found = [
@@ -101,7 +101,7 @@ def check_resume(
 
 
 def _another_number(saved: RunSpec, asked: RunSpec, way_out: str) -> Found:
-    """Yield a changed number of sites that exchange gradients: a new site would lack the optimizer's state."""
+    """Yield an error if the number of sites that exchange gradients has changed: a new site would lack the optimizer's state."""
     was, now = saved.sites, asked.sites
     if was is not None and now is not None and now.exchanges_gradients and was.count != now.count:
         reason = (
@@ -158,7 +158,9 @@ def check_checkpoint(
             else "none"
         )
         reason = f"has no description of its run that this version can read ({why})"
-        way_out = "Move it away, or start another run with --run-dir (train.init_from takes its weights)."
+        way_out = (
+            "Move the checkpoint away, or start another run with --run-dir (train.init_from takes the checkpoint's weights)."
+        )
         return [error(checkpoint, None, reason, way_out)]
     samples = meta.get("position", {}).get("samples")
     return check_resume(saved, asked, samples=samples, provenance=provenance, checkpoint=checkpoint)
@@ -167,7 +169,7 @@ def check_checkpoint(
 def check_branch(meta: Mapping[str, Any], asked: RunSpec) -> list[Problem]:
     """Return the reasons why the run `asked` cannot branch from the run whose checkpoint has this `meta`; empty if it can.
 
-    A branch keeps every value that its state and its data depend on. It may change the later updates of its weights."""
+    A branch keeps every value that its state and its data depend on. A branch may change the later updates of its weights."""
     branch = asked.branch
     assert branch is not None
     found = meta.get("position", {})
@@ -198,14 +200,17 @@ def other_sets(run: RunSpec, plan: Plan, name: str) -> Found:
     of tokens, or the backward would read other numbers."""
     if run.plan.rounding != plan.rounding:
         rounded, was = (", ".join(each) or "nothing" for each in (plan.rounding, run.plan.rounding))
-        reason = f"keeps {rounded} in 8 bits, but the run keeps {was}: it would be another run"
+        reason = f"keeps {rounded} in 8 bits, but the run keeps {was} in 8 bits: this plan would make another run"
         yield error(f"{name}.retain.parts", plan.retain.parts, reason, f"Let {name} compress the same parts.")
     before, now = run.plan.set_sequences, plan.set_sequences
     if before != now and run.model.build().balances_microbatches:
         field = "data" if plan.data != run.plan.data else "microbatch"
         reason = (
-            f"with {name}.data x {name}.microbatch = {now} balances experts over sets of {now} sequences, but the run over sets of "
-            f"{before}: it would be another run"
+            f"with {name}.data x {name}.microbatch = {now} balances experts over sets of {now} sequences, but the run over "
+            f"sets of {before} sequences: this plan would make another run"
         )
-        way_out = f'Use {name}.data x {name}.microbatch = {before}. Only runs with model.balance_set = "sequence" may change this product.'
+        way_out = (
+            f'Use {name}.data x {name}.microbatch = {before}. Only runs with model.balance_set = "sequence" may change the '
+            "product data x microbatch."
+        )
         yield error(f"{name}.{field}", getattr(plan, field), reason, way_out)

@@ -30,7 +30,7 @@ def recomputation_names_what_exists(case: Case) -> Found:
             yield error(key, named, f'"{part}" is not part of a block', way_out)
     if plan.recompute == "selective" and not plan.recompute_parts:
         way_out = 'Use ["attention.core"], or recompute = "none".'
-        yield error("plan.recompute_parts", (), 'names no part, but recompute = "selective" needs one', way_out)
+        yield error("plan.recompute_parts", (), 'names no part, but recompute = "selective" needs a part', way_out)
     again = plan.recomputed_parts
     if nested := [(part, outer) for part in again for outer in PARTS.get(part, ()) if outer in again]:
         reason = "{} is computed a third time, when {} is recomputed".format(*nested[0])
@@ -52,7 +52,7 @@ def activations_are_formed_again(case: Case) -> Found:
         if plan.compile
         else f"plan.overlap_tensor = {plan.overlap_tensor}: inputs that are sent in pieces are kept"
         if plan.overlap_tensor > 1
-        else 'precision.kept = "fp8": it is kept in 8 bits'
+        else 'precision.kept = "fp8": the activation is kept in 8 bits'
         if case.spec.precision.kept != "wide"
         else ""
     )
@@ -61,8 +61,8 @@ def activations_are_formed_again(case: Case) -> Found:
 
 
 def latents_make_heads_again(case: Case) -> Found:
-    """Recomputing latent attention's up-projection needs the trainer's own graph, and an attention that keeps no copies of
-    its results."""
+    """Latent attention's up-projection can be recomputed only by the trainer's own graph, and only if attention keeps no copies of the
+    projected heads."""
     plan, parts, key = case.plan, case.plan.recomputed_parts, _key(case, UP_PROJECTION)
     latent = case.model is None or any(isinstance(block.attention, LatentAttentionSpec) for block in case.model.blocks)
     if UP_PROJECTION not in parts:
@@ -84,7 +84,7 @@ def parts_have_one_action(case: Case) -> Found:
         yield error(key, parts, reason, 'Use plan.recompute = "none" or "every:N", or leave the parts out.')
     if plan.recompute == "selective" and (twice := sorted(others.keys() & set(plan.recompute_parts))):
         reason = f'sets {others[twice[0]]} for "{twice[0]}", but plan.recompute_parts recomputes it'
-        yield error(key, parts, reason, f'Name "{twice[0]}" in only one of the two.')
+        yield error(key, parts, reason, f'Name "{twice[0]}" in only one of the two keys.')
     again = plan.recomputed_parts
     if inside := [(part, outer) for part in others for outer in PARTS.get(part, ()) if outer in again]:
         part, outer = inside[0]
@@ -93,36 +93,42 @@ def parts_have_one_action(case: Case) -> Found:
 
 
 def parts_can_be_compressed(case: Case) -> Found:
-    """Tensors are kept in 8 bits where they are in bf16, and where the trainer itself decides what is kept."""
+    """Tensors can be kept in 8 bits if they are in bf16, and if the trainer itself decides which tensors are kept."""
     plan, parts, key = case.plan, case.plan.retain.parts, "plan.retain.parts"
     named = [part for part, action in parts.items() if action == "compress"]
     if not named:
         return
     for part in (part for part in named if part in PARTS and part not in COMPRESSED):
-        reason = f'cannot compress "{part}": it keeps sums over the whole sequence, in fp32'
-        yield error(key, parts, reason, f'Keep "{part}", or let it wait on the host or on disk.')
+        reason = f'cannot compress "{part}": this part keeps sums over the whole sequence, in fp32'
+        yield error(key, parts, reason, f'Keep "{part}" on the device, or offload it to the host or to disk.')
     precision = case.spec.train.precision
     products = [part for part in named if part not in (*NORMS, "attention.core")]
     if products and is_narrow(precision):
-        reason = f'compresses "{products[0]}", and what the products of train.precision = "{precision}" keep is their recipe\'s'
+        reason = f'compresses "{products[0]}", but the recipe of train.precision = "{precision}" decides what products keep'
         yield error(key, parts, reason, f'Leave "{products[0]}" out, and use precision.kept = "fp8".')
     if products and plan.compile:
         reason = f'compresses "{products[0]}" with plan.compile = true: compiled code decides what products keep'
         way_out = f'Leave "{products[0]}" out ({", ".join(("attention.core", *NORMS))} are possible), or use compile = false.'
         yield error(key, parts, reason, way_out)
     if products and plan.overlap_tensor > 1:
-        reason = f'compresses "{products[0]}", and inputs that are sent in pieces (plan.overlap_tensor = {plan.overlap_tensor}) are kept'
+        reason = (
+            f'compresses "{products[0]}", but inputs that are sent in pieces (plan.overlap_tensor = {plan.overlap_tensor}) are '
+            "kept uncompressed"
+        )
         yield error(key, parts, reason, f'Leave "{products[0]}" out, or use overlap_tensor = 1.')
     own = {half for block in case.model.blocks for half in own_tensors(block, case.model.dim)} if case.model else set[str]()
     if foreign := [part for part in named if part.partition(".")[0] in own or (part == "attend" and "attention" in own)]:
-        reason = f'compresses "{foreign[0]}", a part of your own, and which layer takes what is not known'
-        way_out = "Keep it, or let it wait elsewhere."
+        reason = f'compresses "{foreign[0]}", a part of your own, whose layers\' inputs are not known'
+        way_out = "Keep this part on the device, or offload it."
         yield error(
-            key, parts, reason, way_out if foreign[0] == "attention.core" else f'{way_out} precision.kept = "fp8" is possible.'
+            key,
+            parts,
+            reason,
+            way_out if foreign[0] == "attention.core" else f'{way_out} You can also use precision.kept = "fp8".',
         )
     if PRECISIONS[precision].compute.name != BF16.name:
-        reason = f"rounds to 8 bits for backward, and train.precision = {precision!r} promises more than bf16 does"
-        yield error(key, parts, reason, 'Use train.precision = "bf16", or keep the part.')
+        reason = f"rounds tensors for backward to 8 bits, but train.precision = {precision!r} promises more precision than bf16"
+        yield error(key, parts, reason, 'Use train.precision = "bf16", or keep the part uncompressed.')
 
 
 def compressed_tiles_lie_inside_shards(case: Case) -> Found:
@@ -139,7 +145,7 @@ def compressed_tiles_lie_inside_shards(case: Case) -> Found:
 
 
 def kept_tensors_can_leave(case: Case) -> Found:
-    """If kept tensors are to be offloaded, at least some are, and the place for them is usable."""
+    """If tensors kept for backward are to be offloaded, at least one is offloaded, and the folder for it is usable."""
     retain, plan = case.plan.retain, case.plan
     if not retain.places:
         for name, value, unused in (("share", retain.share, 1.0), ("folder", retain.folder, "")):
@@ -155,7 +161,9 @@ def kept_tensors_can_leave(case: Case) -> Found:
         reason = f"is less than 1 of {blocks} blocks, so nothing leaves the device"
         yield error("plan.retain.share", retain.share, reason, f"Use share >= {-(-1000 // blocks) / 1000:g}.")
     if "disk" not in retain.places and retain.folder:
-        yield advice("plan.retain.folder", retain.folder, "has no effect where nothing waits on disk", "Leave it out.")
+        yield advice(
+            "plan.retain.folder", retain.folder, "has no effect if no activations are offloaded to disk", "Leave it out."
+        )
     if "disk" in retain.places and case.files and retain.folder:
         there = existing(Path(retain.folder))
         if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):

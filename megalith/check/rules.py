@@ -42,7 +42,7 @@ class Rule(NamedTuple):
     subject: str
     """The module of this package that the rule belongs to."""
     find: Callable[[Case], Found]
-    """Function that yields the problems of a case. Its docstring states the rule."""
+    """Function that yields the problems of a case. The function's docstring states the rule."""
 
 
 def check(
@@ -55,9 +55,9 @@ def check(
 ) -> list[Problem]:
     """Return every problem of a run, errors first. An empty list means that the run can start and follows the field's advice.
 
-    `world` is the number of ranks that were started, if known. With `files=False` no rule reads files. A run that has `begun`
-    resumes from its own checkpoints. `provenance` (from `spec.files`) names the source of each value. If the spec lacks values
-    (`spec.files.read`), each rule reports the problems that it finds without them.
+    `world` is the number of ranks that were started, if known. With `files=False` no rule reads files. A run that has `begun` resumes
+    from its own checkpoints. `provenance` (from `spec.files`) names the source of each value. If the spec lacks values
+    (`spec.files.read`), each rule reports only the problems that it finds without the missing values.
     """
     case = Case(spec, world, files, begun)
     found = found_by(case)
@@ -68,13 +68,13 @@ def check(
 
 
 def found_by(case: Case, subjects: Collection[str] | None = None) -> list[Problem]:
-    """Return the problems that the rules of these subjects (None: all rules) find in a case, apart from its later phases."""
+    """Return the problems that the rules of `subjects` (None: all rules) find in a case; later phases of the run are not checked."""
     rules = (rule for rule in RULES if subjects is None or rule.subject in subjects)
     return [problem for rule in rules for problem in _problems(rule, case)]
 
 
 def _of_its_site(spec: RunSpec, found: Sequence[Problem]) -> Found:
-    """Yield the problems. Keys of plan and cluster get the prefix of the site's table if they are written in it."""
+    """Yield the problems. If the site's table sets a key of plan or cluster, the key gets the table's prefix."""
     moved = dict[str, str]()
     with suppress(AbsentError):
         if spec.sites is not None and spec.sites.plans:
@@ -99,7 +99,7 @@ def _problems(rule: Rule, case: Case) -> Found:
 OF_A_PHASE = frozenset(
     ("model", "mesh", "pipeline", "memory", "fallback_can_be_run", "weighted_domains_exist", "weighted_domains_have_text")
 )
-"""Subjects and single rules that concern one step. The other rules concern a whole run."""
+"""Subjects and single rules that check one step, and therefore apply to each phase. The other rules concern a whole run."""
 
 SET_BY_PHASES = {"train.global_batch": "global_batch", "train.seq_len": "seq_len", "data.weights": "weights"}
 """Keys that a phase may set, with their names in a phase."""
@@ -294,4 +294,4 @@ RULES: tuple[Rule, ...] = (
     Rule("weights", weights.first_weights_fit),
     Rule("weights", weights.branch_fits),
 )
-"""Every rule. Problems of one severity are listed in this order."""
+"""Every rule. All rules; problems of one severity are listed in the order of this table."""

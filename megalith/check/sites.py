@@ -1,4 +1,4 @@
-"""Rules about sites that train apart and merge their weights."""
+"""Rules about sites that train separately and merge their weights."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,7 +20,7 @@ LONGEST_NAME = 40
 
 
 def merges_fit_the_round(case: Case) -> Found:
-    """Each fragment is merged once every `inner_steps` steps, and its merge ends before it is sent again."""
+    """Each fragment is merged once every `inner_steps` steps, and its merge ends before the fragment is sent again."""
     sites, steps = case.spec.sites, case.spec.train.steps
     if sites is None:
         return
@@ -36,7 +36,7 @@ def merges_fit_the_round(case: Case) -> Found:
 
 
 def methods_are_whole(case: Case) -> Found:
-    """Options of merges fit together: unsent elements are sent later, and eager steps have an overlap."""
+    """Options of merges fit together: elements that a merge does not send are sent by a later merge, and `eager` needs overlap."""
     sites = case.spec.sites
     if sites is None:
         return
@@ -51,9 +51,12 @@ def methods_are_whole(case: Case) -> Found:
         yield advice("sites.momentum", sites.momentum, reason, "Use momentum = 0.0, lr = 1.0 and feedback_decay = 0.95.")
     if sites.feedback_decay < 1.0 and not sites.feeds_back:
         reason = "forgets a share of the unsent part of differences, but no part is unsent, or it is not fed back"
-        yield advice("sites.feedback_decay", sites.feedback_decay, reason, "Leave it out, or use sites.top_k or fewer bits.")
+        yield advice("sites.feedback_decay", sites.feedback_decay, reason, "Remove this key, or use sites.top_k or fewer bits.")
     if sites.eager and not sites.overlap:
-        reason = "applies a site's own difference while others are in flight, but with sites.overlap = 0 no step runs meanwhile"
+        reason = (
+            "applies a site's own difference while the other sites' differences are in flight, but with sites.overlap = 0 no "
+            "step runs meanwhile"
+        )
         most = sites.inner_steps - 1
         way_out = (
             f"Use overlap = 1{f' to {most}' * (most > 1)}, or leave sites.eager out."
@@ -62,13 +65,13 @@ def methods_are_whole(case: Case) -> Found:
         )
         yield error("sites.eager", True, reason, way_out)
     if sites.eager and sites.mixing is not None:
-        reason = "mixes a site's own weights with merged ones, but sites.eager keeps a site's own training in full"
-        yield error("sites.mixing", sites.mixing, reason, "Leave out one of the two.")
+        reason = "mixes a site's own weights with merged weights, but sites.eager keeps a site's own training in full"
+        yield error("sites.mixing", sites.mixing, reason, "Remove one of these two settings.")
 
 
 def asynchronous_merges_need_no_site(case: Case) -> Found:
-    """Asynchronous merges have an effect: a quorum does not need every site, and no step corrects a difference that may come
-    later."""
+    """Asynchronous merges need a quorum that does not require every site, and exclude `eager`, which would correct a difference that may
+    come later."""
     sites = case.spec.sites
     if sites is None or not sites.staleness:
         return
@@ -77,9 +80,11 @@ def asynchronous_merges_need_no_site(case: Case) -> Found:
             f"corrects an outer step at the next merge, but with sites.staleness = {sites.staleness} the difference "
             "may come in a later merge"
         )
-        yield error("sites.eager", True, reason, "Leave out one of the two.")
+        yield error("sites.eager", True, reason, "Remove one of these two settings.")
     if not any(sites.quorum(set(range(sites.count)) - {site}) for site in range(sites.count)):
-        reason = f"allows late differences, but a quorum of {sites.count} sites needs every site, so each merge waits for all"
+        reason = (
+            f"allows late differences, but a quorum of {sites.count} sites needs every site, so each merge waits for all sites"
+        )
         yield advice(
             "sites.staleness", sites.staleness, reason, "Set sites.decides = 0, use three sites, or leave out sites.staleness."
         )
@@ -103,7 +108,7 @@ def gradients_can_be_exchanged(case: Case) -> Found:
     for key, value in plain.items():
         if (given := getattr(sites, key)) != value:
             reason = 'concerns merges of weights, but sites.method = "data-parallel" exchanges whole gradients in every step'
-            yield error(f"sites.{key}", given, reason, 'Leave it out, or use method = "merge".')
+            yield error(f"sites.{key}", given, reason, 'Remove this key, or use method = "merge".')
     for key, value, reason in made_apart(case.spec, experts=any(isinstance(block.mlp, MoeSpec) for block in case.blocks)):
         reason = f'{reason}, but with sites.method = "data-parallel" all sites must make the same update'
         yield error(key, value, reason, 'Use method = "merge".')
@@ -126,7 +131,7 @@ def made_apart(spec: RunSpec, *, experts: bool) -> Iterator[tuple[str, Any, str]
 
 
 def _devices(sites: SitesSpec) -> list[str]:
-    """Return the kinds of devices of the clusters that sites name. Only for a run that `at_site` returned."""
+    """Return the kinds of devices of the clusters that sites name. `sites` comes from a run that `at_site` returned."""
     found = dict[str, None]()
     for name in filter(None, (one.cluster for one in sites.each)):
         with suppress(SpecErrors):  # another rule reports a cluster that is not known
@@ -154,7 +159,7 @@ def sites_stay_together(case: Case) -> Found:
     apart = "lets one site skip or undo updates that others make, but all sites must make the same number of updates"
     if spec.stability.answers:
         yield error(
-            "stability.answers", list(spec.stability.answers), apart, "Leave it out: a run with sites only warns of spikes."
+            "stability.answers", list(spec.stability.answers), apart, "Remove this key: a run with sites only warns of spikes."
         )
     if spec.stability.not_finite == "skip":
         yield error("stability.not_finite", "skip", apart, 'Use not_finite = "stop".')
@@ -171,8 +176,8 @@ def sites_stay_together(case: Case) -> Found:
         reason = "would give one site fewer ranks, but every site needs the plan's ranks"
         yield error("fleet.fallback", spec.fleet.fallback.ranks, reason, "Leave it out.")
     if spec.branch is not None:
-        reason = "begins with the state of one run, but each site of a run has a state of its own"
-        yield error("branch", spec.branch.checkpoint, reason, "Use train.init_from, which takes merged weights.")
+        reason = "begins with the state of one run, but each site of this run has its own state"
+        yield error("branch", spec.branch.checkpoint, reason, "Use train.init_from, which starts all sites from merged weights.")
 
 
 def addresses_are_each_sites(case: Case) -> Found:
@@ -196,7 +201,7 @@ def addresses_are_each_sites(case: Case) -> Found:
 
 
 def sites_are_numbered(case: Case) -> Found:
-    """Numbers of sites are below `sites.count`, and ranks that a launcher starts know their site."""
+    """Numbers of sites are below `sites.count`, and `sites.site` is set if a launcher starts the ranks."""
     sites = case.spec.sites
     if sites is None:
         return
@@ -230,7 +235,7 @@ def names_tell_sites_apart(case: Case) -> Found:
             reason = f"must have 1 to {LONGEST_NAME} printable characters"
             yield error(key, name, reason, 'Write a name such as "oslo".')
         elif name in seen:
-            reason = f"is also the name of site {seen[name]}, so messages could not tell the two apart"
+            reason = f"is also the name of site {seen[name]}, so messages could not distinguish these sites"
             yield error(key, name, reason, "Give each site a name of its own.")
         seen.setdefault(name, number)
 
@@ -276,7 +281,7 @@ def returned_samples_can_be_trained(case: Case) -> Found:
 
 
 def launched_alone(spec: RunSpec) -> Found:
-    """A launcher starts the ranks of one site."""
+    """A launcher starts the ranks of one site only, so `sites.site` must be set."""
     sites = spec.sites
     if sites is not None and sites.count > 1 and sites.site is None:
         reason = "is not set, but a launcher starts the ranks of only one site"
@@ -287,5 +292,8 @@ def faults_go_back_to_checkpoints(case: Case) -> Found:
     """A run with sites saves checkpoints, because it keeps no copies of its state in memory."""
     spec = case.spec
     if spec.sites is not None and spec.fleet.recover and not spec.checkpoint.every:
-        reason = "saves nothing before the end, and a run with sites keeps no copies in memory: it is lost if too many sites fail"
+        reason = (
+            "saves nothing before the end, and a run with sites keeps no copies in memory: all progress is lost if too many "
+            "sites fail"
+        )
         yield advice("checkpoint.every", 0, reason, f"For example, use checkpoint.every = {spec.sites.inner_steps}.")

@@ -34,7 +34,10 @@ def torch_has_the_kernels(case: Case) -> Found:
         f"names {device.name} of compute capability {VOLTA}, but the installed PyTorch {version('torch')} is built for CUDA "
         f"{'.'.join(map(str, cuda))}, without kernels for this device: from 2.11 on, only builds for CUDA 12.6 have them"
     )
-    way_out = "Install such a build where the run trains: pip install torch --index-url https://download.pytorch.org/whl/cu126."
+    way_out = (
+        "Install a build for CUDA 12.6 where the run trains: pip install torch --index-url "
+        "https://download.pytorch.org/whl/cu126."
+    )
     yield advice("cluster", case.spec.cluster, reason, way_out)
 
 
@@ -55,7 +58,7 @@ def transfers_can_hide(case: Case) -> Found:
     plan = case.plan
     if plan.overlap_tensor > 1 and plan.compile:
         reason = "does not work with compile = true, which compiles each block as a whole"
-        yield error("plan.overlap_tensor", plan.overlap_tensor, reason, "Use only one of the two.")
+        yield error("plan.overlap_tensor", plan.overlap_tensor, reason, "Use only one of these settings.")
 
 
 def compiler_keeps_collectives(case: Case) -> Found:
@@ -68,17 +71,20 @@ def compiler_keeps_collectives(case: Case) -> Found:
 
 
 def compiler_keeps_roundings(case: Case) -> Found:
-    """Older compilers give wrong gradients in layers whose factors are rounded, because the device cannot multiply their
-    sizes in 8 bits."""
+    """Older compilers give wrong gradients in layers whose sizes the device cannot multiply in 8 bits, so that
+    their factors are rounded."""
     if case.plan.compile and case.spec.precision.multiply == "codes" and is_narrow(case.spec.train.precision):
         yield from _compiles('precision.multiply = "codes"')
 
 
 def _compiles(setting: str) -> Found:
-    """Yield an error if the installed PyTorch compiles blocks with this setting to wrong gradients."""
+    """Yield an error if the installed PyTorch gives wrong gradients for blocks compiled with this setting."""
     installed = version("torch")  # read from disk
     if tuple(map(int, installed.split(".")[:2])) < COMPILES:
-        reason = f"does not work with {setting} on torch {installed}, which compiles such blocks to wrong gradients"
+        reason = (
+            f"does not work with {setting} on torch {installed}, which computes wrong gradients in blocks compiled with this "
+            "setting"
+        )
         yield error("plan.compile", True, reason, f"Use torch {'.'.join(map(str, COMPILES))}, or compile = false.")
 
 
@@ -94,7 +100,7 @@ def sinks_are_there(case: Case) -> Found:
         yield advice(
             "log.online",
             True,
-            "has no effect: the run logs to no tool that has a server",
+            "has no effect: no tool that the run logs to has a server",
             f"Set one of log.{', log.'.join(SERVED)}.",
         )
 
@@ -117,11 +123,14 @@ def alerts_can_be_sent(case: Case) -> Found:
             address_of(alerts.post, os.environ)
         except ValueError as error_:
             yield advice(
-                "alerts.post", alerts.post, f"{error_} on this machine", "Set the variable on the machine that starts the run."
+                "alerts.post",
+                alerts.post,
+                f"{error_} on this machine",
+                "Set the environment variable on the machine that starts the run.",
             )
     if case.files and alerts.run:
         with suppress(ValueError):  # quotes that do not end: the shell says it
             program = (shlex.split(alerts.run) or [""])[0]
             if program and program.isprintable() and "=" not in program and shutil.which(program) is None:
-                way_out = "Install the program, or write its path."
+                way_out = "Install the program, or give its full path."
                 yield advice("alerts.run", alerts.run, f"this machine has no program {program}", way_out)

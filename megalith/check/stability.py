@@ -5,11 +5,11 @@ from megalith.spec.run import ANSWERS
 
 
 def answers_are_a_ladder(case: Case) -> Found:
-    """Each response is listed once, from the mildest to the hardest, and the run watches its loss."""
+    """Each response is listed once, from the mildest to the most severe, and the run watches its loss."""
     stability = case.spec.stability
     ladder = tuple(answer for answer in ANSWERS if answer in stability.answers)
     if stability.answers != ladder:
-        reason = "must list each response once, the mildest first"
+        reason = "must list each response once, beginning with the mildest"
         yield error("stability.answers", list(stability.answers), reason, f"Use {list(ladder)}.")
     if stability.answers and not stability.watch:
         reason = "has responses to spikes, but stability.watch = false detects no spikes"

@@ -5,7 +5,7 @@ from megalith.spec.lengths import decay_updates
 
 
 def warmup_and_decay_fit(case: Case) -> Found:
-    """Warm-up, and decay after it, end before the run does."""
+    """Warm-up, and the decay after warm-up, end before the run ends."""
     steps, optimizer, branch = case.spec.train.steps, case.spec.optimizer, case.spec.branch
     if branch is not None:  # whose schedule is the other run's
         steps = branch.steps
@@ -19,7 +19,7 @@ def warmup_and_decay_fit(case: Case) -> Found:
         way_out = f"Use decay <= {most}, or less warm-up."
         yield error("optimizer.decay", optimizer.decay, reason, way_out)
     if optimizer.decay > 1 and optimizer.decay % 1:
-        reason = "is above 1, so it is a number of updates, but not a whole one"
+        reason = "is above 1, so it is a number of updates, but not a whole number"
         yield error(
             "optimizer.decay", optimizer.decay, reason, f"Use {round(optimizer.decay)}, or a share of the updates up to 1."
         )

@@ -31,21 +31,21 @@ def first_weights_fit(case: Case) -> Found:
     if train.init_from is None:
         if train.init_from_changes:
             reason = f"names differences from a checkpoint, but {KEY} names no checkpoint"
-            yield advice("train.init_from_changes", train.init_from_changes, reason, f"Leave it out, or set {KEY}.")
+            yield advice("train.init_from_changes", train.init_from_changes, reason, f"Remove this key, or set {KEY}.")
         return
     if not case.files or case.begun:
         return
     start = Path(train.init_from)
     if not start.exists():
         reason = f"no such checkpoint (looked for {start.absolute()}; relative paths start at the current directory)"
-        yield error(KEY, str(start), reason, "Give a checkpoint folder, or leave it out.")
+        yield error(KEY, str(start), reason, "Give a checkpoint folder, or remove this key.")
         return
     try:
         path, manifest = checkpoints.find_complete(start)
         index = checkpoints.read_index(path, manifest)
     except (OSError, checkpoints.DamagedCheckpointError) as fault:
         reason = f"has no usable checkpoint: {str(fault).rstrip('.')}"
-        yield error(KEY, str(start), reason, "Give another checkpoint, or leave it out.")
+        yield error(KEY, str(start), reason, "Give another checkpoint, or remove this key.")
         return
     yield from _tokenizer(case, start, path, manifest.meta)
     yield from _model(case, start, index, manifest.meta)
@@ -57,8 +57,8 @@ def branch_fits(case: Case) -> Found:
     if branch is None:
         return
     if train.init_from is not None:
-        reason = "gives a run its first weights, but [branch] its whole state"
-        yield error(KEY, train.init_from, reason, "Leave one of the two out.")
+        reason = "gives a run its first weights, but [branch] gives the run its whole state"
+        yield error(KEY, train.init_from, reason, "Remove one of these two settings.")
     if train.steps <= branch.updates:
         reason = f"is not more than the {branch.updates} updates that the branch begins with: no update is left to train"
         yield error("train.steps", train.steps, reason, f"Use steps > {branch.updates}.")
@@ -88,9 +88,12 @@ def _tokenizer(case: Case, start: Path, path: Path, meta: Mapping[str, Any]) -> 
             yield error(KEY, str(start), f"its tokenizer {file} cannot be read: {fault}", "Copy or import the checkpoint again.")
             return
     if theirs is None:
-        reason = f"has no {TOKENIZER_FILE} beside it, so it may have another tokenizer than {case.spec.data.path}"
+        reason = f"has no {TOKENIZER_FILE} in its folder, so it may have another tokenizer than {case.spec.data.path}"
         yield advice(
-            KEY, str(start), reason, f"Put the model's {TOKENIZER_FILE} into the checkpoint's folder: then the two are compared."
+            KEY,
+            str(start),
+            reason,
+            f"Put the model's {TOKENIZER_FILE} into the checkpoint's folder, so that both tokenizers can be compared.",
         )
     elif theirs != ours.fingerprint and "tokenizer" not in case.spec.train.init_from_changes:
         reason = (
@@ -112,7 +115,9 @@ def _model(case: Case, start: Path, index: Index, meta: Mapping[str, Any]) -> Fo
         found = differences(theirs.build(), ours)
     except (KeyError, TypeError, ValidationError):
         reason = f"its {checkpoints.MANIFEST} describes a model that this version does not know"
-        way_out = "Export it with the version that wrote it (megalith export), and import the result (megalith import)."
+        way_out = (
+            "Export the checkpoint with the version that wrote it (megalith export), and import the result (megalith import)."
+        )
         yield error(KEY, str(start), reason, way_out)
         return
     unnamed = [each for each in found if each.forward and each.change not in changes]
@@ -124,17 +129,20 @@ def _model(case: Case, start: Path, index: Index, meta: Mapping[str, Any]) -> Fo
         yield error(KEY, str(start), f"has weights of a model with {has}, but the run's model has {wants}", way_out)
     elif wrong := _wrong_tensors(index, ours, changes):
         more = f", and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
-        reason = f"lacks weights that it describes: {'; '.join(wrong[:NAMED])}{more}"
+        reason = f"lacks weights that its manifest describes: {'; '.join(wrong[:NAMED])}{more}"
         yield error(KEY, str(start), reason, "Start from another checkpoint.")
     if taken := [each for each in found if each not in unnamed]:
         listed = "; ".join(f"{each.path} = {_text(each.before)} there, {_text(each.after)} here" for each in taken)
         yield advice(
-            KEY, str(start), f"was trained with other values: {listed}", "Set values that should not differ to the checkpoint's."
+            KEY,
+            str(start),
+            f"was trained with other values: {listed}",
+            "Set values that should not differ to the checkpoint's values.",
         )
 
 
 def _named_so(names: Collection[Change], changes: Collection[Change]) -> str:
-    """Return a clause for a way out that names these differences as intended; empty if there are none."""
+    """Return the part of a way out that tells how to name differences as intended; empty without differences."""
     return (
         f", or write train.init_from_changes = {literal(sorted({*changes, *names}))} if the difference is intended"
         if names
@@ -143,8 +151,8 @@ def _named_so(names: Collection[Change], changes: Collection[Change]) -> str:
 
 
 def _by_key(theirs: families.Model, ours: families.Model, found: Collection[Difference]) -> dict[str, tuple[Any, Any]]:
-    """Return the keys of `[model]` that cause these differences, each with both values. For two families, return the fields
-    of parts instead."""
+    """Return the keys of `[model]` that cause these differences, each with both values. If the models are of two families, return the
+    fields of their parts instead."""
     if type(theirs) is not type(ours):
         return {each.path: (each.before, each.after) for each in found}
     paths = {each.path for each in found}

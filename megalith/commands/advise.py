@@ -20,7 +20,7 @@ Train = Callable[["Trial", Path], int]
 
 @dataclass(frozen=True)
 class AdviceResult:
-    """The advice, the folder of the branches, and the run's own gradient noise scale in sequences, if its log has one."""
+    """Advice on the batch size, the folder of the trial runs, and the run's own gradient noise scale in sequences (None: not logged)."""
 
     advice: "Advice"
     folder: Path
@@ -32,25 +32,30 @@ def batch(
     run_dir: RunFolder,
     step: AtStep = None,
     factors: Annotated[
-        str, typer.Option(help="Batch sizes to try, as multiples of the run's batch size at that step.")
+        str, typer.Option(help="Batch sizes to try, as multiples of the run's batch size at the checkpoint.")
     ] = "0.5,1,2,4",
-    steps: Annotated[int, typer.Option(min=1, help="Length of a branch, in steps with the run's own batch size.")] = 64,
+    steps: Annotated[int, typer.Option(min=1, help="Length of a trial branch, in steps with the run's own batch size.")] = 64,
     replicas: Annotated[
-        int, typer.Option(min=1, help="Number of branches for each batch size; each branch reads later data than the one before.")
+        int,
+        typer.Option(
+            min=1, help="Number of branches for each batch size, each starting later in the data than the previous one."
+        ),
     ] = 3,
     scale: Annotated[str, typer.Option(help="Scaling of the learning rate with the batch: root, linear or none.")] = "root",
     tolerance: Annotated[
         float, typer.Option(min=0.0, help="Relative loss increase that is tolerated for a larger batch.")
     ] = 0.005,
-    out: Annotated[Path | None, typer.Option(help="Folder of the branches' run folders. Default: RUN_DIR/advise-batch.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder in which the branches get their run folders. Default: RUN_DIR/advise-batch.")
+    ] = None,
     draw: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw loss against batch size into this file.")] = None,
     as_json: Json = False,
 ) -> int:
-    """Measure the critical batch size by training branches from a checkpoint on the same samples with other batches.
+    """Measure the critical batch size: branches from one checkpoint train on the same samples with different batch sizes.
 
-    Each branch begins with the whole state of the run. If a larger batch ends with a worse loss, the model learns less from each token. The
-    loss is the one on held-out text if the run validates, otherwise the mean over the last half of the samples. Finished branches are not
-    trained again.
+    Each branch begins with the checkpoint's whole state. If a larger batch ends with a worse loss, the model learns less from each token.
+    The compared loss is the held-out loss if the run validates, otherwise the mean training loss over the last half of the samples.
+    Finished branches are not trained again.
 
     Example:  megalith advise batch runs/first --step 2000 --steps 100
     """
@@ -88,7 +93,7 @@ def advise(
     train: Train,
 ) -> AdviceResult:
     """Train all branches that are not finished, and judge their losses. Raises SpecErrors before any branch starts if the run has no
-    checkpoint of this step or a branch has problems; RuntimeError if a branch fails."""
+    checkpoint of `step` or a branch has problems; RuntimeError if a branch fails."""
     from megalith.check import check
     from megalith.check.own import admit
     from megalith.checkpoint.folder import find_complete, name, of_run
@@ -160,7 +165,6 @@ def _trainer(console: Console) -> Train:
 
 
 def _show(found: AdviceResult) -> None:
-    """Print the table and the advice."""
     from megalith.report import advice as tables  # drawing
 
     console = Console(highlight=False)

@@ -1,4 +1,4 @@
-"""The [branch] table of a run that begins from another run's checkpoint, filled in by `megalith train --branch`. No torch."""
+"""Settings that `megalith train --branch` writes to the [branch] table of a run that begins from another run's checkpoint. No torch."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -14,8 +14,8 @@ def settings(checkpoint: Path, decay: int, folder: Path | None) -> tuple[str, ..
     """Return the settings of a branch whose learning rate decays over `decay` updates. `checkpoint`: a checkpoint's folder, or a run folder
     (its newest checkpoint).
 
-    `folder`: the branch's run folder. If it already holds this branch, its saved settings are returned, because the other run may by now
-    have a newer checkpoint, or have deleted this one. Raises SpecErrors if the checkpoint does not exist or is damaged.
+    `folder`: the branch's run folder. If `folder` already holds this branch, returns its saved settings, because the original run may now
+    have a newer checkpoint, or have deleted the branch's checkpoint. Raises SpecErrors if the checkpoint does not exist or is damaged.
     """
     if begun := _begun(checkpoint, decay, folder):
         return begun
@@ -32,12 +32,12 @@ def settings(checkpoint: Path, decay: int, folder: Path | None) -> tuple[str, ..
 
 
 def _steps_of(saved: dict[str, Any]) -> int:
-    """Return the number of steps that a run's learning rate schedule spans; a branch has the number of its original run."""
+    """Return the length of a run's learning rate schedule in steps; for a branch, the length of the original run's schedule."""
     return (saved.get("branch") or {}).get("steps") or saved["train"]["steps"]
 
 
 def _begun(checkpoint: Path, decay: int, folder: Path | None) -> tuple[str, ...]:
-    """Return the saved settings of the branch in a folder if it is the requested one; else an empty tuple."""
+    """Return the saved settings of the branch in `folder` if it began from `checkpoint` with the same decay; otherwise an empty tuple."""
     with suppress(OSError, SpecErrors):
         if folder is not None:
             spec = files.read(folder / files.FILE, saved=True).resolved.spec

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Faultload:
-    """The faults of a campaign: the number of faults drawn from Llama 3's mix, the seed for the draw, and the number of additional kills of
-    the supervisor and of nodes' agents. With agent kills each node has its own agent, as on many machines. `kinds`: inject only these
-    kinds; empty: all that the run can survive."""
+    """The faults of a campaign: the number of faults drawn from Llama 3's mix, the seed for the draw, and the number of additional kills
+    of the supervisor and of nodes' agents. With agent kills each node has its own agent, as on many machines. `kinds`: inject only these
+    kinds of faults; empty: all kinds that the run can survive."""
 
     count: int = 24
     seed: int = 0
@@ -43,25 +43,31 @@ class Faultload:
 def command(
     run: RunFile,
     count: Annotated[
-        int, typer.Option("--faults", min=1, help="Number of faults. Their mix follows the table of faults in the Llama 3 paper.")
+        int, typer.Option("--faults", min=1, help="Number of faults. The mix of faults follows the table in the Llama 3 paper.")
     ] = 24,
     seed: Annotated[int, typer.Option(help="Seed of the list of faults; the same seed gives the same list.")] = 0,
     settings: Settings = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of both runs; emptied first. Default: runs/NAME-campaign.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the runs with and without faults; emptied first. Default: runs/NAME-campaign.")
+    ] = None,
     supervisor_kills: Annotated[int, typer.Option(min=0, help="Also kill the supervisor this many times.")] = 0,
     agent_kills: Annotated[
         int,
         typer.Option(min=0, help="Give each node its own agent, as on many machines, and kill this many agents."),
     ] = 0,
     median: Annotated[
-        float | None, typer.Option(min=0.0, metavar="SECONDS", help="Fail if the median recovery takes longer.")
+        float | None, typer.Option(min=0.0, metavar="SECONDS", help="Fail if the median recovery takes more seconds than this.")
     ] = None,
     most: Annotated[
-        float | None, typer.Option(min=0.0, metavar="SECONDS", help="Fail if the 99th percentile of recoveries takes longer.")
+        float | None,
+        typer.Option(min=0.0, metavar="SECONDS", help="Fail if the 99th percentile of recoveries takes more seconds than this."),
     ] = None,
-    minutes: Annotated[float | None, typer.Option(min=0.0, help="Fail if both runs together take longer.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0.0, help="Fail if both runs together take more minutes than this.")
+    ] = None,
     silence: Annotated[
-        float | None, typer.Option(min=0.0, metavar="TIMES", help="Fail if a hang lasts longer than this multiple of its limit.")
+        float | None,
+        typer.Option(min=0.0, metavar="TIMES", help="Fail if a hang lasts longer than this multiple of its detection limit."),
     ] = None,
     kinds: Annotated[
         list[str] | None,
@@ -69,15 +75,15 @@ def command(
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Inject faults into a run, and show that it ends as if there had been none.
+    """Inject faults into a run, and show that its final state is the same as without faults.
 
-    Trains twice, about three steps a fault: without faults, and with killed and stopped processes, bit flips, broken connections, lost
-    nodes and lost checkpoints. Passes if no person was needed, the end state is equal bit for bit, no sample was lost or repeated, hangs
-    were detected within limits that follow from the run's pace, and the right rank was blamed; otherwise the exit status is 1. Speed
-    depends on the machine too, so it is judged only with --median, --most, --minutes or --silence.
+    Trains twice, with about three steps for each fault: once without faults, and once with killed and stopped processes, bit flips,
+    broken connections, lost nodes and lost checkpoints. Passes if no person was needed, the end state is equal bit for bit, no sample was
+    lost or repeated, hangs were detected within limits that follow from the run's pace, and the right rank was blamed; otherwise the exit
+    status is 1. Times also depend on the machine, so they are judged only with --median, --most, --minutes or --silence.
 
-    In a run with [sites], whole sites are killed, cut off or slowed down, or their links lose packets or connections. If the faults changed
-    the merges, the run must end with the same bits as a replay of the recorded merges.
+    In a run with [sites], whole sites are killed, cut off or slowed down, or their links lose packets or connections. If faults changed
+    which sites took part in merges, the run must end with the same bits as a replay of its recorded merges.
 
     Example:  megalith campaign run.toml --faults 24 --seed 1 --set fleet.nodes=2 --set fleet.spares=1
     """
@@ -114,7 +120,8 @@ def _show(found: "Judgement | SitesJudgement", table: Table, lines: Iterator[str
 
 
 def admit(wanted: Collection[str], known: Collection[str], left_out: Mapping[str, str]) -> None:
-    """Raise a usage error for a kind of fault that is unknown, or that this run leaves out; `left_out` has the reasons."""
+    """Raise a usage error for an unknown kind of fault, or for a kind that this run cannot have; `left_out` maps such kinds to the
+    reasons."""
     for kind in wanted:
         if kind in left_out:
             raise typer.BadParameter(f"--kind {kind} is not possible in this run: {left_out[kind]}.")
@@ -133,7 +140,6 @@ def checked(request: RunRequest) -> "ResolvedRun":
 
 
 def _folder(spec: "RunSpec", out: Path | None) -> Path:
-    """Return the folder of a campaign."""
     return (out or Path("runs") / f"{spec.name}-campaign").resolve()
 
 
@@ -192,8 +198,8 @@ def campaign(
 def _hurt(
     resolved: "ResolvedRun", spec: "RunSpec", folder: Path, *, listed: Path, kinds: Collection[str], like: Path
 ) -> "CampaignRun":
-    """Do the second run of a campaign, with the faults of a list, of these `kinds`. `like`: the first run. If agents are killed, each node
-    has its own agent."""
+    """Train the second run of a campaign, with faults of `kinds` from the file `listed`. `like`: the first run. If agents are killed,
+    each node has its own agent."""
     from megalith.commands.shared import runs
     from megalith.fleet import local
     from megalith.fleet.rank_info import node_folder
@@ -225,7 +231,6 @@ def _training(resolved: "ResolvedRun", spec: "RunSpec", run_dir: Path, verb: str
 
 
 def _table_of_faults(found: "Judgement") -> Table:
-    """Return a table of the outcome of each kind of fault."""
     table = Table(
         box=SIMPLE_HEAD,
         padding=(0, 1),
@@ -249,13 +254,13 @@ def _table_of_faults(found: "Judgement") -> Table:
 
 
 def sentences(found: "Judgement") -> Iterator[str]:
-    """Yield a campaign in sentences."""
+    """Yield the results of a campaign as sentences."""
     if found.recovery_median is not None and found.recovery_p99 is not None:
         yield f"recovery after detection: median {found.recovery_median:.2f} s, 99th percentile {found.recovery_p99:.2f} s"
     yield from _hangs(found.hangs)
     yield (
-        f"{counted(found.steps, 'step')}, {counted(found.generations, 'start')}, {found.lost_steps} steps repeated; "
-        f"{found.seconds:.0f} s, {found.seconds_without:.0f} s without faults"
+        f"{counted(found.steps, 'step')} in {counted(found.generations, 'start')} of the ranks, {found.lost_steps} steps "
+        f"repeated; {found.seconds:.0f} s, {found.seconds_without:.0f} s without faults"
     )
     if found.supervisor_restarts:
         each = ", ".join(f"{seconds:.1f} s" for seconds in found.supervisor_restarts)
@@ -271,27 +276,32 @@ def sentences(found: "Judgement") -> Iterator[str]:
     for problem in found.problems:
         yield f"not met: {problem}"
     if found.hidden:
-        yield f"{counted(found.hidden, 'fault')} in another fault's incident: the run recovered from both, and their blame is not judged"
+        yield (
+            f"{counted(found.hidden, 'fault')} came before the run had recovered from another fault: the run recovered from "
+            "both, and the blame for them is not judged"
+        )
     verdict = "passed" if found.passed else "NOT passed"
     right, of = found.blamed
-    others = f" ({found.among} of them blamed together with another node)" if found.among else ""
+    others = f" ({found.among} of these faults blamed together with another node)" if found.among else ""
     aims = "" if found.asked else "; no time limit was set"
     yield f"{verdict}: {found.handled} of {found.injected} faults handled, {right} of {of} blamed correctly{others}{aims}"
 
 
 def _hangs(hangs: "Hangs") -> Iterator[str]:
-    """Yield the longest silence of hangs relative to its limit, and the limits."""
+    """Yield sentences about hangs: the longest silence relative to its detection limit, and the limits."""
     if hangs.most is None:
         return
     limits = "" if hangs.limits is None else f" (limits {hangs.limits[0]:.2f} to {hangs.limits[1]:.2f} s)"
     late = f"; {hangs.late} found late, because the ranks or their supervisor got no CPU time" if hangs.late else ""
-    yield f"hangs: {hangs.found}, the longest silence was {hangs.most:.2f} of its limit{limits}{late}"
+    yield f"hangs: {hangs.found}, the longest silence was {hangs.most:.2f} times its detection limit{limits}{late}"
     if hangs.elsewhere:
-        yield f"hangs: {hangs.elsewhere} of them outside of a step, where other limits apply: {hangs.elsewhere_limit:.2f} s at most"
+        yield (
+            f"hangs: {hangs.elsewhere} of these hangs came outside of a step, where other limits apply: "
+            f"{hangs.elsewhere_limit:.2f} s at most"
+        )
 
 
 def _false_alarms(found: "Judgement") -> Iterator[str]:
-    """Yield each false alarm with its cost."""
     for one in found.false_alarms:
         who = (
             f"rank {one.rank} on {one.node}" if one.rank is not None else f"node {one.node}" if one.node is not None else "nobody"

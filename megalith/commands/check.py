@@ -26,7 +26,10 @@ def command(
     run_dir: Annotated[Path | None, typer.Option(help="Run folder; an existing run is resumed. Default: runs/NAME.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Print every value of the run and where it came from.")] = False,
     price: Annotated[
-        bool, typer.Option("--price", help="Also predict what each broken rule of the plan costs on the run's cluster.")
+        bool,
+        typer.Option(
+            "--price", help="Also predict the time that the plan loses on the run's cluster by each layout rule that it breaks."
+        ),
     ] = False,
     fp8: Annotated[
         bool,
@@ -78,7 +81,8 @@ def command(
 
 
 def _prices(request: RunRequest) -> "tuple[Price, ...]":
-    """Predict what each broken rule of a run's plan costs on its cluster. Raises SpecErrors where the cluster cannot be predicted."""
+    """Predict the time that a run's plan loses on its cluster by each layout rule that it breaks. Raises SpecErrors where the cluster
+    cannot be predicted."""
     from megalith.planner import price  # the planner takes long to import
     from megalith.planner.request import PlanRequest, resolve
     from megalith.spec.cluster import CALIBRATE
@@ -95,15 +99,14 @@ def _prices(request: RunRequest) -> "tuple[Price, ...]":
 
 
 def _show_prices(priced: "Sequence[Price]") -> None:
-    """Print the time that each broken rule of the plan costs."""
     from megalith.report import plans  # drawing
 
-    Console(highlight=False).print(plans.prices(priced) if priced else "The plan breaks no rule that costs time.")
+    Console(highlight=False).print(plans.prices(priced) if priced else "The plan breaks no layout rule that costs time.")
 
 
 def _in_8_bits(checked: "CheckResult", *, asked: bool) -> "tuple[Sequence[Problem], Gains | None]":
-    """Return the problems, with advice about layers that 8-bit products make slower. If `asked`, also return the time that 8-bit products
-    save in each layer: None if the devices have no such products, or their speed is not published."""
+    """Return the problems, and advice about layers that 8-bit products make slower. If `asked`, also return the time that 8-bit products
+    save in each layer: None if the devices have no 8-bit products, or if their speed is not published."""
     from megalith.spec import cluster as clusters
 
     spec = checked.resolved.spec
@@ -118,7 +121,6 @@ def _in_8_bits(checked: "CheckResult", *, asked: bool) -> "tuple[Sequence[Proble
 
 
 def _show_gains(found: "Gains | None", spec: "RunSpec") -> None:
-    """Print how much time 8-bit products save or cost in each layer."""
     if found is None:
         print(
             f'cluster = "{spec.cluster}": the trainer has no 8-bit products here, so fp8 would be rehearsed (emulated, without its speed)'
@@ -160,11 +162,13 @@ def _show_treated(spec: "RunSpec") -> None:
         from megalith.spec.treatment import kept_of
 
         compute = PRECISIONS[spec.train.precision].compute.name
-        print(f"state of each element of a large matrix: {kept_of(spec.optimizer, compute, gradients=spec.train.gradients)}")
+        print(
+            "optimizer state for each element of a large matrix: "
+            f"{kept_of(spec.optimizer, compute, gradients=spec.train.gradients)}"
+        )
 
 
 def _show_run(spec: "RunSpec") -> None:
-    """Print the number of ranks, microbatches, tokens and steps in one line."""
     plan = spec.plan
     ranks = f"{plan.ranks} rank{'s' * (plan.ranks > 1)}"
     if spec.sites is not None:
@@ -199,4 +203,4 @@ def _show_phases(spec: "RunSpec") -> None:
     samples = phases.after(0, spec.train.steps)
     print(f"in all {samples:,} samples, {phases.tokens(samples):,} tokens")
     for late in phases.all[len(list(phases.spans(spec.train.steps))) :]:
-        print(f"not reached, because the run ends before: a phase that begins with sample {late.first:,}, step {late.step + 1:,}")
+        print(f"the run ends before this phase begins: sample {late.first:,}, step {late.step + 1:,}")

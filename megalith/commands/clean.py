@@ -29,9 +29,10 @@ def command(
 ) -> int:
     """List and remove copies of state that ended runs left in this machine's memory and on its disks.
 
-    A run copies its state into /dev/shm, and to fleet.disk if set, so that it recovers in seconds. A run that finished, or that was stopped
-    and saved, leaves no copies. After any other end the copies stay in memory until the same command resumes from them. Remove them if the
-    run will not be resumed: steps since the newest checkpoint are lost then. Checkpoints, and copies of running runs, are never touched.
+    A run copies its state into /dev/shm, and to fleet.disk if set, so that it recovers in seconds. A run that finished, or that was
+    stopped and saved, leaves no copies. After any other end, the copies stay in memory until the same command resumes the run from them.
+    Remove the copies if the run will not be resumed: the steps since its newest checkpoint are then lost. Checkpoints, and copies of
+    running runs, are never touched.
 
     Example:  megalith clean runs/first --yes
     """
@@ -61,13 +62,16 @@ def left_by(run_dir: Path) -> list[str]:
 
     ended = [one for one in leftovers.find(run_dir=run_dir) if one.state == "ended"]
     return [
-        f"left in {one.where}: {_describe(one)}. The same command resumes from it; `megalith clean {run_dir}` clears it"
+        (
+            f"left in {one.where}: {_describe(one)}. The same command resumes from this copy; `megalith clean {run_dir}` clears "
+            "the copy"
+        )
         for one in ended
     ]
 
 
 def _asked(ended: "list[Leftover]") -> bool:
-    """Ask for confirmation on a terminal. Elsewhere print that --yes is needed, and return False."""
+    """Ask for confirmation on a terminal. Without a terminal, print that --yes is needed, and return False."""
     if not sys.stdin.isatty():
         print("nothing was cleared: add --yes to clear the copies that no run uses")
         return False
@@ -93,7 +97,6 @@ def _size(found: "list[Leftover]") -> str:
 
 
 def _checkpoint(one: "Leftover") -> str:
-    """Describe the newest checkpoint of a run."""
     from megalith import epochs
     from megalith.checkpoint.folder import FOLDER, latest, read_manifest
 

@@ -33,10 +33,10 @@ def command(
 ) -> int:
     """Train models of several widths and depths for a few steps, and measure whether activations and logits keep their scale.
 
-    Each model is the run's with another width or number of blocks. It is trained in the standard parametrization and in one that transfers
-    across sizes (mup for widths, completep for depths; or the run's own). Trains on random tokens, so it needs no data. A slope of 0 is
-    flat: a learning rate that is good for a small model is then good for a large one. Exits with 1 if the parametrization that the run asks
-    for is not flat.
+    Each model is the run's model with another width or number of blocks. Each is trained in the standard parametrization and in a
+    parametrization that transfers across sizes (mup for widths, completep for depths; or the run's own). Trains on random tokens, so it
+    needs no data. A slope of 0 is flat: a learning rate that is good for a small model is then also good for a large model. Exits with 1
+    if the parametrization that the run asks for is not flat.
 
     Example:  megalith coordcheck run.toml --set optimizer.lr=2e-3 --draw check.svg
     """
@@ -83,7 +83,7 @@ def _sizes(axis: str, text: str) -> list[int]:
 
 
 def _kinds(spec: "RunSpec", axis: "Axis") -> list[Any]:
-    """Return the standard parametrization, and the run's own or the one made for the axis."""
+    """Return the standard parametrization and one for the axis: the run's own if it scales this axis, otherwise mup or completep."""
     own = spec.model.parametrization
     scaled = own if own == "completep" or (own == "mup" and axis == "width") else {"width": "mup", "depth": "completep"}[axis]
     return ["standard", scaled]

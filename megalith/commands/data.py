@@ -30,7 +30,9 @@ Extensions = Annotated[
 
 def prepare(
     sources: Sources,
-    tokenizer: Annotated[str, typer.Option(help="A tokenizer.json, a folder with one, or bytes.", show_default=False)],
+    tokenizer: Annotated[
+        str, typer.Option(help="A tokenizer.json, a folder that holds a tokenizer.json, or bytes.", show_default=False)
+    ],
     out: Annotated[Path, typer.Option(help="The folder to write.", show_default=False)],
     split: Split = None,
     field: Field = "text",
@@ -42,7 +44,7 @@ def prepare(
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Tokenize text into shards. Each source is a domain, to which a run can give a weight in the mixture; DOMAIN=PATH names it.
+    """Tokenize text into shards. Each source is a domain, to which a run can give a weight in the mixture; DOMAIN=PATH names the domain.
 
     Example:  megalith data prepare novels=texts/ code=src/ --tokenizer data/tokenizer --out data/mixed
     """
@@ -95,7 +97,6 @@ def reading(split: str | None, field: str, extensions: list[str] | None) -> "Rea
 
 
 def _show(found: dict[str, Any]) -> None:
-    """Print the contents of prepared data."""
     table = Table("domain", "split", "tokens", "documents", "bytes a token", "median document")
     for name, domain in found["domains"].items():
         for part in ("train", "validation"):

@@ -29,7 +29,9 @@ def command(
     ] = 1.0,
     ranks: Annotated[
         int,
-        typer.Option(min=0, help="Check collectives and links among this many processes: NCCL with a GPU for each, else gloo."),
+        typer.Option(
+            min=0, help="Check collectives and links among this many processes: NCCL if each process has a GPU, otherwise gloo."
+        ),
     ] = 0,
     calibrate: Annotated[
         Path | None,
@@ -48,11 +50,11 @@ def command(
     """Describe this machine, and check whether it is fit to train: memory, disk, network, clock, GPUs, reproducible results.
 
     GPUs are queried through nvidia-smi and DCGM if these are installed. Exit status 1 if anything fails; warnings do not count. Without a
-    burn-in and --ranks no torch is needed. Under torchrun or srun, with one process for each GPU, it checks all machines, and collectives
-    and links among all ranks; rank 0 prints the findings.
+    burn-in and --ranks no torch is needed. Under torchrun or srun, with one process for each GPU, the command checks all machines, and
+    collectives and links among all ranks; rank 0 prints the findings.
 
-    With --calibrate FILE.toml it does not check, but measures the speed of matrix products, attention, memory and collectives, and writes a
-    cluster file. Predictions for that cluster use these speeds.
+    With --calibrate FILE.toml the command does not check, but measures the speed of matrix products, attention, memory and collectives,
+    and writes a cluster file. Predictions for this cluster file use the measured speeds.
 
     Example:  megalith doctor --folder runs --burn-in 60 --ranks 8
     """
@@ -81,10 +83,10 @@ def command(
 def doctor(folder: Path, *, burn_in: float = 1.0, ranks: int = 0) -> "list[Finding]":
     """Check whether this machine is fit to train on; `folder` is where a run would write.
 
-    `burn_in`: seconds of matrix products on every GPU, or the processor without one, for each data type; 0: none. `ranks`: number of
-    processes on this machine that check collectives and the links between them; 0: none. Without ranks and burn-in, torch is not needed. A
-    process that a launcher started as a rank checks collectives and links with the other ranks, and all return the findings of all
-    machines.
+    `burn_in`: seconds of matrix products on every GPU, or on the processor if there is no GPU, for each data type; 0: none. `ranks`:
+    number of processes on this machine that check collectives and the links between them; 0: none. Without ranks and burn-in, torch is
+    not needed. A process that a launcher started as a rank checks collectives and links with the other ranks, and all return the findings
+    of all machines.
     """
     from megalith.fleet import environment
     from megalith.machine import gpus, health
@@ -107,14 +109,14 @@ def doctor(folder: Path, *, burn_in: float = 1.0, ranks: int = 0) -> "list[Findi
 
 
 def _calibrate(out: Path, ranks: int, seconds: float, *, overwrite: bool, as_json: bool) -> None:
-    """Measure this machine and write its cluster file. Raises FileExistsError if it exists, ValueError under a launcher or if its name does
-    not end in .toml."""
+    """Measure this machine and write its cluster file. Raises FileExistsError if the file exists, ValueError under a launcher or if the
+    file's name does not end in .toml."""
     from megalith.fleet import environment
     from megalith.machine import capacity
     from megalith.prove.calibrate import calibrate, text  # needs torch
 
     if environment.find() is not None:
-        raise ValueError("--calibrate measures one machine and starts its own ranks. Run it without torchrun or srun.")
+        raise ValueError("--calibrate measures one machine and starts its own ranks. Run the command without torchrun or srun.")
     if out.suffix != ".toml":
         raise ValueError(
             f"--calibrate {out}: a cluster file is TOML, and is recognised by its name. Use a name that ends in .toml."
@@ -131,7 +133,6 @@ def _calibrate(out: Path, ranks: int, seconds: float, *, overwrite: bool, as_jso
 
 
 def _described(rows: Sequence[tuple[str, str]]) -> Table:
-    """Return a table that describes the machine."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")

@@ -46,8 +46,9 @@ def command(
 ) -> int:
     """Run one rank of a run of any size, without the other ranks, a GPU or data: count its memory, messages and computation in a step.
 
-    The trainer's own code runs on fake tensors (shapes without values). The planner's prediction is shown beside each count. In a run with
-    phases, the step is from the phase with the highest predicted memory. Exit status 2 if the rank does not fit the cluster's device.
+    The trainer's own code runs on fake tensors (shapes without values). The planner's prediction is shown beside each count. In a run
+    with phases, counts a step of the phase with the highest predicted memory. Exit status 2 if the rank does not fit the cluster's
+    device.
 
     Example:  megalith dryrun recipes/llama3.1-405b-16k.toml --world 16384 --rank 8000
     """

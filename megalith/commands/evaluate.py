@@ -44,8 +44,8 @@ def command(
 def evaluate(
     run_dir: Path, sources: list[str], *, reading: "Reading | None" = None, step: int | None = None, seq_len: int | None = None
 ) -> "Score":
-    """Return the loss of a run's newest weights (or those of `step`) on the documents of `sources`, which have the form that `data prepare`
-    accepts."""
+    """Return the loss of a run's newest weights (or the weights of `step`) on the documents of `sources`, which have the form that `data
+    prepare` accepts."""
     from megalith.data.manifest import DEFAULT_READING
     from megalith.data.sources import documents, parse_sources
     from megalith.train import evaluate as scoring  # needs torch

@@ -30,7 +30,7 @@ def command(
 
 
 def export(run_dir: Path, *, out: Path, dtype: str = "fp32", step: int | None = None) -> Path:
-    """Write a run's newest weights (or those of `step`) as a Hugging Face checkpoint, and return its folder."""
+    """Write a run's newest weights (or the weights of `step`) as a Hugging Face checkpoint, and return its folder."""
     from megalith.checkpoint import folder, huggingface, read  # needs torch
     from megalith.kernels.numbers import DTYPE
     from megalith.spec import families

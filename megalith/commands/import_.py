@@ -18,7 +18,7 @@ def command(
     from_: Annotated[str, typer.Option("--from", help="Format: hf (Hugging Face transformers).")] = "hf",
     as_json: Json = False,
 ) -> None:
-    """Convert another program's weights into a checkpoint, and write a run file that starts from it.
+    """Convert another program's weights into a checkpoint, and write a run file that starts from this checkpoint.
 
     Example:  megalith import Llama-3.2-1B --from hf --out checkpoints/llama
     """

@@ -35,7 +35,7 @@ LOCAL_LENGTH, LOCAL_BATCH, LOCAL_STEPS = 512, 32, 1000
 
 @dataclass(frozen=True)
 class InitRequest:
-    """The requested values of a new run. None: a default that suits the cluster, or this machine without a cluster."""
+    """The requested values of a new run. None stands for a default that suits the cluster, or this machine if no cluster is given."""
 
     model: str
     data: str = "data/tokens"
@@ -49,7 +49,9 @@ def command(
     out: Annotated[Path, typer.Argument(metavar="[RUN.toml]", help="The file to write.")] = Path("run.toml"),
     model: Annotated[str | None, typer.Option(help="A model by name, such as llama3.1-8b; `megalith models` lists them.")] = None,
     data: Annotated[str | None, typer.Option(metavar="FOLDER", help="Prepared data. Default: data/tokens.")] = None,
-    cluster: Annotated[str | None, typer.Option(help="h100:8 and the like, or a cluster file. Default: this machine.")] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="NAME:DEVICES, such as h100:8, or a cluster file (.toml). Default: this machine.")
+    ] = None,
     steps: Annotated[int | None, typer.Option(parser=number, metavar="STEPS", help="Steps of the whole run.")] = None,
     global_batch: Annotated[int | None, typer.Option(parser=whole, metavar="SEQUENCES", help="Sequences a step.")] = None,
     seq_len: Annotated[
@@ -101,7 +103,6 @@ def starting_from(checkpoint: Path, model: "Model") -> "RunSpec":
 
 
 def _for_cluster(wish: InitRequest) -> dict[str, Any]:
-    """Return the values of a run on a cluster."""
     from megalith.planner import plan_result, request  # the planner takes long to import
     from megalith.spec.problem import Problem, SpecErrors
 
@@ -127,7 +128,7 @@ def _for_cluster(wish: InitRequest) -> dict[str, Any]:
 
 
 def _for_this_machine(wish: InitRequest, model: "Model") -> dict[str, Any]:
-    """Return the values of a run on this machine: a rank for each GPU if the batch can be divided among them, else one rank."""
+    """Return the values of a run on this machine: a rank for each GPU if these ranks can divide the batch evenly, else one rank."""
     from megalith.machine import capacity
     from megalith.machine.describe import describe
     from megalith.spec.sizes import count_model

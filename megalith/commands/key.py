@@ -15,8 +15,8 @@ def command(
     ],
     as_json: Json = False,
 ) -> int:
-    """Create a run's secret key: a file in its run folder that only you can read. Agents on several machines need it to authenticate each
-    other.
+    """Create a run's secret key: a file in its run folder that only you can read. Agents on several machines need the key to authenticate
+    each other.
 
     An existing key is kept. MEGALITH_KEY, or the file in MEGALITH_KEY_FILE, takes precedence if it is set.
 

@@ -25,10 +25,10 @@ def command(
     engine: Annotated[str, typer.Option(help="slurm, k8s, ray, torchrun or local.", show_default=False)],
     settings: Settings = None,
     run_dir: Annotated[Path | None, typer.Option(help="Run folder on the machines. Default: runs/NAME.")] = None,
-    nodes: Annotated[int | None, typer.Option(help="Number of nodes. Default: as many as the run's cluster needs.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Number of nodes. Default: as many nodes as the run's cluster needs.")] = None,
     ranks_per_node: Annotated[int | None, typer.Option(help="Ranks on each node, instead of --nodes.")] = None,
     gpus_per_node: Annotated[
-        int | None, typer.Option(min=0, help="GPUs of each node. Default: one a rank if the run is for GPUs.")
+        int | None, typer.Option(min=0, help="GPUs of each node. Default: one GPU for each rank if the run is for GPUs.")
     ] = None,
     cpus_per_node: Annotated[int | None, typer.Option(min=1, help="Processors to request on each node.")] = None,
     hours: Annotated[
@@ -40,15 +40,23 @@ def command(
     namespace: Annotated[str | None, typer.Option(help="k8s: namespace of the JobSet.")] = None,
     volume: Annotated[str | None, typer.Option(help="k8s: a PersistentVolumeClaim that all pods mount at /shared.")] = None,
     workdir: Annotated[str | None, typer.Option(help="Working directory on the machines.")] = None,
-    restarts: Annotated[int | None, typer.Option(min=0, help="Restarts of the whole job by the engine. Default: 20.")] = None,
+    restarts: Annotated[
+        int | None, typer.Option(min=0, help="Number of times that the engine may restart the whole job. Default: 20.")
+    ] = None,
     grace: Annotated[
-        int | None, typer.Option(min=1, help="Seconds that the run gets to save before it is ended. Default: 300.")
+        int | None,
+        typer.Option(min=1, help="Seconds that the engine gives the run to save before it ends the run. Default: 300."),
     ] = None,
     environment: Annotated[list[str] | None, typer.Option("--env", metavar="NAME=VALUE", help="May be repeated.")] = None,
-    show: Annotated[bool, typer.Option("--print", help="Print the file; the default without --out.")] = False,
-    out: Annotated[str | None, typer.Option(metavar="PATH", help="Write the file to this path, or into this folder.")] = None,
+    show: Annotated[bool, typer.Option("--print", help="Print the launch file; this is the default without --out.")] = False,
+    out: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Write the launch file to this path, or into this folder.")
+    ] = None,
     submit: Annotated[
-        bool, typer.Option("--submit", help="Submit the file to the engine. Without --out it is written to the run folder.")
+        bool,
+        typer.Option(
+            "--submit", help="Submit the launch file to the engine. Without --out, the file is written to the run folder."
+        ),
     ] = False,
     overwrite: Overwrite = False,
     as_json: Json = False,
@@ -99,8 +107,8 @@ class LaunchResult:
 def launch(request: RunRequest, *, engine: str, options: Mapping[str, Any] | None = None) -> "tuple[Artefact, list[Problem]]":
     """Return the file with which an engine starts a run, and advice. `options`: see `fleet.engines.given`.
 
-    Raises SpecErrors with all problems of the run and of the launch options. Data that is missing here may exist on the machines, so this
-    is only advice.
+    Raises SpecErrors with all problems of the run and of the launch options. Data that is missing on this machine gives only advice,
+    because the data may exist on the run's machines.
     """
     from megalith.commands.shared import runs
     from megalith.fleet import engines
@@ -128,21 +136,22 @@ def hand_over(command: str) -> int:
     words = shlex.split(command)
     if shutil.which(words[0]) is None:
         raise FileNotFoundError(
-            f"{words[0]} is not installed here, so nothing was submitted. Install it, or run this on a machine that has it: {command}"
+            f"{words[0]} is not installed here, so nothing was submitted. Install {words[0]}, or run this command on a "
+            f"machine that has it: {command}"
         )
     return subprocess.run(words, check=False).returncode
 
 
 def _variables(settings: list[str] | None) -> dict[str, str] | None:
-    """Return NAME=VALUE settings as a mapping; None if there are none. Raises a usage error for text of another form."""
+    """Return NAME=VALUE settings as a mapping; None if there are none. Raises a usage error for any other text."""
     if wrong := [text for text in settings or () if "=" not in text]:
         raise typer.BadParameter(f"--env {wrong[0]} has no value. Write --env {wrong[0]}=VALUE.")
     return {name: value for name, _, value in (text.partition("=") for text in settings)} if settings else None
 
 
 def _placed(artefact: "Artefact", out: str | None) -> LaunchResult:
-    """Return the launch for an artefact that is written to `out`, a file or a folder. Its text and its command then name the file at that
-    path."""
+    """Return the launch for an artefact that is written to `out`, a file or a folder. The text and the command of the returned launch
+    name the written file by its path."""
     path = None if out is None else Path(out, artefact.file if out.endswith("/") or Path(out).is_dir() else "")
     submit = artefact.submit.replace(artefact.file, str(path)) if path else artefact.submit
     return LaunchResult(artefact.file, path, artefact.text.replace(artefact.submit, submit), submit)

@@ -17,8 +17,8 @@ STATE_BYTES = 16
 
 @dataclass(frozen=True)
 class ModelRow:
-    """A model preset. `active`: parameters that process each token. `state_bytes`: bytes of training state over all ranks, without
-    activations."""
+    """A model preset. `active`: number of parameters that process each token. `state_bytes`: bytes of training state over all ranks,
+    without activations."""
 
     name: str
     family: str
@@ -62,7 +62,7 @@ def command(
 
 
 def models(words: str = "") -> list[ModelRow]:
-    """Return the model presets; with `words`, only those whose names contain all of them."""
+    """Return the model presets; with `words`, only presets whose names contain all words."""
     from megalith.spec.presets import meant, presets  # specifications take 0.2 s to import
     from megalith.spec.sizes import active_parameters, count_model
 

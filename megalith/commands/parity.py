@@ -37,8 +37,9 @@ def command(
     """Show that a plan does not change the result: train a small model of the run's shape under the plan and in one process,
     and compare.
 
-    Compares losses, gradients, gradient norm and weights over several steps, in the run's precision. In bf16, it compares the errors of
-    both relative to one process in fp32. Needs no data. Exit status 1 on any gap.
+    Compares losses, gradients, gradient norm and weights over several steps, in the run's precision. In bf16, it compares two errors
+    relative to one process in fp32: the plan's, and that of one process in bf16. Needs no data. Exit status 1 if a difference exceeds its
+    limit.
 
     With --random, draws combinations of models, data, context, tensor, pipeline and expert parallelism, recomputation and sites, on up to 8
     ranks.
@@ -110,7 +111,7 @@ def of_draws(
     "cases": [...]}`.
 
     `starting` is called with the name and number of ranks of each combination before it runs, `ended` with its outcome. "equal" is True if
-    `count` combinations are equal; ties do not count.
+    `count` combinations are equal; ties (two experts with nearly equal scores) do not count.
     """
     from megalith.prove import prove
 
@@ -149,7 +150,6 @@ def _draws_with_a_bar(count: int, seed: int) -> dict[str, Any]:
 
 
 def _show(found: dict[str, Any]) -> None:
-    """Print the differences between the run's plan and one process."""
     table = Table("quantity", "worst gap", "limit", "where", "")
     for row in found["rows"]:
         verdict = "[green]equal[/]" if row["equal"] else "[bold red]NOT equal[/]"
@@ -164,23 +164,20 @@ def _show(found: dict[str, Any]) -> None:
 
 
 def _show_draws(found: dict[str, Any]) -> None:
-    """Print the combinations that are not equal, and the verdict on all."""
     wrong = [case for case in found["cases"] if case["outcome"] != "equal"]
     if wrong:
         Console(highlight=False).print(_table_of_gaps(wrong))
     outcomes, count, seed = found["outcomes"], found["asked"], found["seed"]
     equal, ties = outcomes["equal"], outcomes["tie"]
     if ties:
-        print(
-            f"{ties} tied, and {'is' if ties == 1 else 'are'} not counted: for some tokens, two experts had nearly equal scores"
-        )
+        print(f"{counted(ties, 'combination')} not counted, because two experts had nearly equal scores for some tokens")
     if found["equal"]:
         ranks = counted(max(case["ranks"] for case in found["cases"]), "rank")
         print(f"equal: {counted(equal, 'combination')} (seed {seed}, up to {ranks}) give the same result as one process")
     elif outcomes["NOT equal"] or outcomes["failed"]:
         print(f"NOT equal: {equal} of {count} combinations (seed {seed}) give the same result as one process")
     else:
-        print(f"not shown: only {equal} combinations could be compared, and {count} were requested. Use a smaller --random.")
+        print(f"not shown: only {equal} combinations could be compared, but {count} were requested. Use a smaller --random.")
 
 
 def _table_of_gaps(cases: Sequence[dict[str, Any]]) -> Table:

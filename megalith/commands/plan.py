@@ -45,7 +45,9 @@ BatchTokens = Annotated[
     str | None,
     typer.Option(metavar="TOKENS", help="Tokens a step, rounded to whole sequences: 16M is 16 x 2^20, 16e6 is 16,000,000."),
 ]
-ComputeOptimal = Annotated[bool, typer.Option("--compute-optimal", help="Set --tokens by Chinchilla's rule: 20 a parameter.")]
+ComputeOptimal = Annotated[
+    bool, typer.Option("--compute-optimal", help="Set --tokens by Chinchilla's rule: 20 tokens for each parameter.")
+]
 Format = Annotated[
     str | None,
     typer.Option(
@@ -91,8 +93,8 @@ Measured = Annotated[
     list[Path] | None,
     typer.Option(
         metavar="FILE|RUN",
-        help="Your own measurements: a table (.csv, as megalith/planner/published/measurements.csv) or the folder of a finished run. "
-        "They correct predicted times, weighted by their reliability. May be repeated.",
+        help="Your own measurements: a table (.csv, as megalith/planner/published/measurements.csv) or the folder of a finished "
+        "run. The measurements correct predicted times, weighted by their reliability. May be repeated.",
     ),
 ]
 Atlas = Annotated[
@@ -129,7 +131,7 @@ def command(
     global_batch: Batch = None,
     global_batch_tokens: BatchTokens = None,
     tokens: Annotated[
-        str | None, typer.Option(help="Tokens of the whole training, such as 15T: shows its days, dollars and energy.")
+        str | None, typer.Option(help="Tokens of the whole training, such as 15T; its days, dollars and energy are then shown.")
     ] = None,
     compute_optimal: ComputeOptimal = False,
     format: Format = None,
@@ -138,7 +140,10 @@ def command(
         bool,
         typer.Option(
             "--explain",
-            help="Show the cost of each layout with one choice changed; for a finished run, the term that is slower than predicted.",
+            help=(
+                "Show the cost of each layout with one choice changed; for a finished run, the part of its step that is slower "
+                "than predicted."
+            ),
         ),
     ] = False,
     pareto: Pareto = False,
@@ -156,7 +161,7 @@ def command(
 ) -> None:
     """Predict the best layouts of a model on a cluster: speed, memory, idle time, exposed communication. Options override RUN.toml.
 
-    Needs no GPU; needs torch only for shapes not predicted before. Errors of the predictions: docs/planner.md.
+    Needs no GPU; needs torch only for model shapes that were not predicted before. Errors of the predictions: docs/planner.md.
 
     Example:  megalith plan --model llama3.1-405b --cluster h100:16384 --seq-len 8192 --global-batch 2048 --tokens 15T
     """
@@ -207,8 +212,8 @@ def command(
 
 @contextmanager
 def _searching() -> Iterator[Callable[[int, int], None]]:
-    """Yield a function that shows a search on a progress bar. Its arguments: the number of new parts traced so far, and of all new
-    parts."""
+    """Yield a function that shows a search on a progress bar. The function's arguments are the number of model parts traced so far, and
+    the number of parts to trace."""
     with progress() as bar:
         task = bar.add_task("searching", total=None, counts="")
         bar.refresh()
@@ -278,7 +283,8 @@ def _explain(run: Path, *, as_json: bool) -> None:
 
 
 def _walk(plan_request: "PlanRequest", measured: Sequence[Path], out: Path | None, *, overwrite: bool, as_json: bool) -> None:
-    """Print a walk to a plan, after asking for values that no option gave. Raises SpecErrors if no layout fits, or the request is wrong."""
+    """Print a step-by-step explanation of a plan, after asking for values that no option gave. Raises SpecErrors if no layout fits, or
+    the request is wrong."""
     from megalith.planner import measured as rows
     from megalith.planner import request, run_file
     from megalith.planner.walk import walk
@@ -287,7 +293,7 @@ def _walk(plan_request: "PlanRequest", measured: Sequence[Path], out: Path | Non
 
     if plan_request.forward_only:
         reason = "leads to a plan for training, but --forward-only plans a prefill"
-        raise SpecErrors([Problem("error", "--guide", None, reason, "Leave out one of them.", "command line")])
+        raise SpecErrors([Problem("error", "--guide", None, reason, "Leave out one of these options.", "command line")])
     if sys.stdin.isatty() and not as_json:
         plan_request = _interview(plan_request)
     with _searching() as tick:

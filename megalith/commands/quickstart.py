@@ -53,7 +53,7 @@ def steps(recipe: Path, run_dir: Path, settings: "list[str] | tuple[()]" = ()) -
 
 
 def recipe() -> Path:
-    """Return the run file of the first run: in an installed package, or in the sources. Raises FileNotFoundError."""
+    """Return the run file of the first run, from the installed package or from the source tree. Raises FileNotFoundError."""
     package = Path(__file__).parents[1]
     for root in (package, package.parent):
         if (root / RECIPE).is_file():

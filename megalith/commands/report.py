@@ -30,13 +30,13 @@ def command(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="The page's file. Default: report.html in the run folder (a temporary one if that is read-only); with several runs, "
-            "compare.html in the current directory."
+            help="The page's file. Default: report.html in the run folder (in a temporary folder if the run folder is read-only); "
+            "with several runs, compare.html in the current directory."
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Summarize a run and write its report.html, from the files in its folder; also while it trains.
+    """Summarize a run, finished or in progress, and write its report.html from the files in its folder.
 
     With several runs, compare their numbers, their differing keys, and their curves over the tokens read.
 
@@ -66,7 +66,7 @@ def command(
 
 
 def _compare(run_dirs: Sequence[Path], out: Path, *, as_json: bool) -> None:
-    """Print the comparison of runs, and write its page. Raises FileNotFoundError for a folder without a run."""
+    """Print the comparison of runs, and write the comparison's page. Raises FileNotFoundError for a folder without a run."""
     from megalith.report import compare, summary  # drawing
 
     for run_dir in run_dirs:
@@ -82,7 +82,7 @@ def _compare(run_dirs: Sequence[Path], out: Path, *, as_json: bool) -> None:
 
 
 def report(run_dir: Path, *, out: Path | None = None) -> Path:
-    """Write a run's report page from the files in its folder, to `out` (default: report.html there), and return the page. Raises
+    """Write a run's report page from the files in its folder, to `out` (default: report.html in this folder), and return the page. Raises
     FileNotFoundError for a folder without a run."""
     from megalith.report import page  # drawing
 

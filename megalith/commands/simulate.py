@@ -39,7 +39,10 @@ Cluster = Annotated[
     str | None, typer.Option(help="NAME:DEVICES, such as h100:16384, or a cluster file (.toml).", show_default=False)
 ]
 Campaign = Annotated[
-    Path | None, typer.Option(help="Replay the faults of the campaign in this folder instead.", show_default=False)
+    Path | None,
+    typer.Option(
+        help="Replay the faults of the campaign in this folder instead of drawing faults at random.", show_default=False
+    ),
 ]
 Latencies = Annotated[
     Path | None,
@@ -48,7 +51,7 @@ Latencies = Annotated[
 Days = Annotated[float | None, typer.Option(help="Length of the run. Default: 30.", show_default=False)]
 Seeds = Annotated[int, typer.Option(min=1, help="Number of simulations, each with different faults.")]
 Spares = Annotated[
-    int | None, typer.Option(help="Spare nodes of each site. Default: one for every 128 nodes.", show_default=False)
+    int | None, typer.Option(help="Spare nodes of each site. Default: one spare node for every 128 nodes.", show_default=False)
 ]
 CheckpointEvery = Annotated[
     float | None,
@@ -143,7 +146,7 @@ def _only_campaign(others: Sequence[str]) -> None:
 
 
 def _play(prepared: "PreparedSimulation", over: str | None, *, seeds: int, out: Path | None, as_json: bool) -> None:
-    """Simulate a scenario, or a sweep of it `over` "intervals" or "spares"; draw the result into `out`, and print it."""
+    """Simulate a scenario, or a sweep of its "intervals" or "spares" (`over`); draw the result into `out`, and print it."""
     from megalith.rehearse import simulate
 
     plan = prepared.scenario
@@ -206,7 +209,7 @@ def _step_seconds(run: Path, overrides: Sequence[str], cluster: str) -> float | 
 class SweepResult:
     """Simulations of one scenario over a range of "intervals" (seconds between checkpoints) or "spares" (nodes).
 
-    `known`: values with a name, such as the interval by Young's formula. They are also in `tried`.
+    `known`: values with a name, such as the interval by Young's formula. `tried` includes these values.
     """
 
     plan: "Scenario"
@@ -248,7 +251,7 @@ def known_intervals(plan: "Scenario") -> dict[str, float]:
 
 
 def sweep_values(plan: "Scenario", what: str) -> list[float]:
-    """Return the "intervals" or "spares" that a sweep tries, including the scenario's own value and those of the formulas."""
+    """Return the "intervals" or "spares" that a sweep tries, including the scenario's own value and the values of the formulas."""
     if what == "intervals":
         rounded = {60.0 * minutes for minutes in (1, 2, 5, 10, 20, 30, 60, 120)}
         return sorted({plan.store_every, *known_intervals(plan).values(), *rounded})
@@ -267,7 +270,6 @@ def sweep(plan: "Scenario", what: str, *, seeds: int = 20, tick: Callable[[], No
 
 
 def _picture(found: "SimulationResult | SweepResult") -> str:
-    """Return a simulation or a sweep as an SVG."""
     from megalith.report import goodput  # drawing
 
     if not isinstance(found, SweepResult):
@@ -307,14 +309,16 @@ def _show_simulated(found: "SimulationResult") -> None:
     print(_sum("restart", found.means(lambda life: life.restarts)))
     stops, ended = found.mean(lambda life: life.stops), found.mean(lambda life: life.ended)
     print(
-        f"{stops:,.1f} stops until a person acted; {ended:,.1f} ends for lack of nodes (status 71), after which the command was restarted"
+        f"{stops:,.1f} stops until a person acted; {ended:,.1f} times the run ended for lack of nodes (status 71) and the "
+        "command was restarted"
     )
     if plan.sites > 1:
         merges, left, anew = (
             found.mean(count) for count in (lambda life: life.merges, lambda life: life.left, lambda life: life.anew)
         )
         print(
-            f"{merges:,.1f} merges; sites left {left:,.1f} times; all sites restarted {anew:,.1f} times, because none was left at a merge"
+            f"{merges:,.1f} merges; sites left {left:,.1f} times; all sites restarted {anew:,.1f} times, because no site was "
+            "left at a merge"
         )
     print(f"latencies: {plan.latencies.source}")
     missing = sum(share for what, _, share in rows if what == "waiting for nodes")
@@ -326,13 +330,12 @@ def _show_simulated(found: "SimulationResult") -> None:
 
 
 def _sum(what: str, parts: Mapping[str, float]) -> str:
-    """Return a count and its parts as text. The parts are rounded, so they may differ from the sum by a tenth or so."""
+    """Return a count and its parts as text. The parts are rounded, so their sum may differ from the count by a tenth or so."""
     listed = [f"{number:,.1f} {name}" for name, number in parts.items()]
     return f"{sum(parts.values()):,.1f} {what}s" + (f" = {' + '.join(listed)}" if listed else "")
 
 
 def _show_swept(found: SweepResult, seeds: int) -> None:
-    """Print a sweep; the best value is highlighted."""
     plan, (unit, heading) = found.plan, found.scale
     print(_setting(plan, seeds, besides=found.what))
     table = Table(heading, "goodput", "seeds", "of all devices, spares included", "")
@@ -348,26 +351,25 @@ def _show_swept(found: SweepResult, seeds: int) -> None:
 
 
 def _show_formulas(found: SweepResult) -> None:
-    """Print Young's and Daly's intervals beside the best simulated one."""
     plan, (unit, _) = found.plan, found.scale
     if not found.known:
         print("Young's and Daly's formulas give no interval: there are no faults, or checkpoints take no time.")
         return
     formulas = ", ".join(f"{name} {value / unit:.3g}" for name, value in found.known.items())
     print(
-        f"minutes between checkpoints: best of these {found.best.value / unit:.3g}, {formulas}, with a fault every "
-        f"{plan.mtbf / 3600:.3g} hours and {plan.latencies.stall['store']:.3g} s of pause for each checkpoint"
+        f"minutes between checkpoints: the best simulated value is {found.best.value / unit:.3g}, {formulas}, with a fault "
+        f"every {plan.mtbf / 3600:.3g} hours and {plan.latencies.stall['store']:.3g} s of pause for each checkpoint"
     )
     if plan.fleet.tiers != ("store",):
         print(
-            "Both formulas assume that after every fault the run goes back to a checkpoint. Here copies in memory and on disks are "
-            "used first, so checkpoints may be rarer; "
-            "--set fleet.memory_every=0 --set fleet.disk_every=0 leaves these out."
+            "Both formulas assume that after every fault the run goes back to a checkpoint. This run first uses copies in "
+            "memory and on disks, so it needs checkpoints less often; --set fleet.memory_every=0 --set fleet.disk_every=0 "
+            "leaves out the copies."
         )
 
 
 def _replay(folder: Path, like: Path | None, *, as_json: bool) -> None:
-    """Replay a campaign's list of faults, with the latencies of its own log or of the campaign `like`, and print the campaign and the
+    """Replay a campaign's list of faults, with the latencies of its own log or of the campaign in `like`, and print the campaign and the
     replay."""
     from megalith.rehearse import replay
 
@@ -376,7 +378,6 @@ def _replay(folder: Path, like: Path | None, *, as_json: bool) -> None:
 
 
 def _show_replayed(found: "ReplayedCampaign") -> None:
-    """Print a campaign and its simulation side by side."""
     table = Table("what time went to", "recorded", "predicted")
     for what, *seconds in found.rows():
         table.add_row(what, *(f"{value:.1f} s" for value in seconds))

@@ -18,7 +18,7 @@ def train(
     split: Split = None,
     field: Field = "text",
     extensions: Extensions = None,
-    min_frequency: Annotated[int, typer.Option(min=1, help="Pairs that occur less often are not merged.")] = 2,
+    min_frequency: Annotated[int, typer.Option(min=1, help="Pairs that occur less often than this are not merged.")] = 2,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
@@ -39,7 +39,7 @@ def train(
     print(f"trained: {out}, {learned.vocab_size:,} tokens")
     if short > 0:
         print(
-            f"advice: {vocab:,} tokens were requested, but no more pairs in the text occur {min_frequency} times. Give more text, "
-            f"or set model.vocab to {learned.vocab_size} or more.",
+            f"advice: {vocab:,} tokens were requested, but no further pair in the text occurs {min_frequency} times. Give "
+            f"more text, or set model.vocab to {learned.vocab_size} or more.",
             file=sys.stderr,
         )

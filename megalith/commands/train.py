@@ -34,7 +34,7 @@ class TrainResult:
     """How a training run ended. `code` is the exit status (`fleet.exit_codes`), `message` a summary for the user.
 
     `report`: path of the report page, None if it could not be written. Ranks other than 0 have no report and no message. `unshown`:
-    sentences about output that failed without ending the run. `left`: sentences about copies of the state that stay on this machine.
+    sentences about failed output, which does not end the run. `left`: sentences about copies of the state that stay on this machine.
     `raised`: the first exception that `on_event` raised.
     """
 
@@ -64,7 +64,9 @@ def command(
     ] = None,
     decay: Annotated[
         int | None,
-        typer.Option(min=1, metavar="UPDATES", help="Updates over which a branch's learning rate decays to its minimum."),
+        typer.Option(
+            min=1, metavar="UPDATES", help="Number of updates over which a branch's learning rate decays to its minimum."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> int:
@@ -114,7 +116,6 @@ def _train_and_show(request: RunRequest, profile: str | None, *, as_json: bool, 
 
 
 def _summarize(trained: TrainResult, page: Path, console: Console) -> None:
-    """Print the run's tables, and the path of its report page."""
     from megalith.fleet.exit_codes import ORDERLY
     from megalith.report import tables  # drawing
 
@@ -216,7 +217,7 @@ def followed(
 ) -> "Iterator[tuple[LiveLine, Callable[[], None]]]":
     """Show a run's progress on `console`, and feed its log to alerts, other tools and, with `watch`, the live page.
 
-    Yields the live line, and a function that must be called often while the run trains. `errors`: show the errors that ranks log.
+    Yields the live status line, and a function that must be called often while the run trains. `errors`: show the errors that ranks log.
     """
     from megalith.report.live import LiveLine  # drawing, for the one process that people watch
     from megalith.watch.helpers import WatchHelpers
@@ -240,7 +241,7 @@ def ended(folder: Path, code: int, message: str, live_line: "LiveLine") -> Train
 
     page, why = report.report_if_any(folder)
     left = () if code in ORDERLY else tuple(clean.left_by(folder))
-    live = f"the live line ended early: {live_line.failed}" if live_line.failed else ""
+    live = f"the live status line ended early: {live_line.failed}" if live_line.failed else ""
     return TrainResult(folder, code, message, page, tuple(filter(None, (live, why))), left, live_line.raised)
 
 
@@ -256,7 +257,7 @@ def show(trained: TrainResult, *, as_json: bool) -> None:
 
 
 def _numbers(run_dir: Path) -> dict[str, Any]:
-    """Return the run's results in numbers. If its events cannot be read, return the error; the exit status stays the same."""
+    """Return the run's results in numbers. If the run's events cannot be read, return the error; the exit status stays the same."""
     from megalith.report import summary  # drawing
 
     try:
@@ -266,7 +267,7 @@ def _numbers(run_dir: Path) -> dict[str, Any]:
 
 
 def _steps(text: str | None) -> str | None:
-    """Return a range of steps, A:B, unchanged. Raises a usage error for text of another form."""
+    """Return the range of steps A:B unchanged if it is valid. Raises a usage error for any other text."""
     first, _, last = (text or "1:2").partition(":")
     if not (first.isdecimal() and last.isdecimal() and 0 < int(first) < int(last)):
         raise typer.BadParameter(

@@ -122,20 +122,23 @@ def _law(runs: Sequence[Path]) -> "ScalingLaw":
 
 
 def _order(source: "Source", wanted: Mapping[str, Any]) -> str:
-    """Write a user's order from the page into the run's folder. Raises ValueError if the run has no controller that would carry it out."""
+    """Write a user's order from the page into the run's folder. Raises ValueError if the run has no controller that would carry out the
+    order."""
     from megalith.control import orders
 
     if source.setting("fleet", "recover") is False:
         raise ValueError(
-            "With fleet.recover = false the run has no controller to take orders. Send SIGTERM to the command to save and stop."
+            "With fleet.recover = false the run has no controller that can carry out orders. Send SIGTERM to the command to "
+            "save and stop."
         )
     orders.write(source.run_dir, str(wanted["what"]), str(wanted.get("node", "")))
     return "Ordered. The run's controller reads the order within a second while steps run, and logs it under incidents."
 
 
 def _rules(file: Path) -> "AlertsSpec":
-    """Return the [alerts] table of a run file; for "-", read it from standard input, as the training command passes it on. The copy in the
-    run folder is not used: somebody else may have written it, and alerts run commands. Raises ValueError if the file defines no alerts."""
+    """Return the [alerts] table of a run file; for "-", read the table from standard input, into which the training command writes it.
+    The copy of the run file in the run folder is not used: somebody else may have written it, and alerts run commands. Raises ValueError
+    if the file defines no alerts."""
     from megalith.spec.alerts import AlertsSpec
     from megalith.spec.files import load
 
@@ -146,7 +149,7 @@ def _rules(file: Path) -> "AlertsSpec":
         return AlertsSpec.model_validate_json(line)
     found = load(file).spec.alerts
     if not (found.run or found.post):
-        raise ValueError(f"{file} sends no alerts. Set run = COMMAND or post = ADDRESS in its table [alerts].")
+        raise ValueError(f"{file} sends no alerts. Set run = COMMAND or post = ADDRESS in the run file's table [alerts].")
     return found
 
 
@@ -161,7 +164,6 @@ def _follow(sources: "list[Source]", rules: "AlertsSpec", *, told: bool) -> None
 
 
 def _serve(sources: "list[Source]", port: int, *, act: bool, rules: "AlertsSpec | None") -> None:
-    """Serve until Ctrl-C or SIGTERM."""
     from megalith.watch.server import Server
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -172,8 +174,8 @@ def _serve(sources: "list[Source]", port: int, *, act: bool, rules: "AlertsSpec 
     ):
         server.start()
         print(f"watching {', '.join(source.name for source in sources)}: {server.address}", flush=True)
-        print("Whoever has this address can see the page. To see it from another machine, first run there: ssh -L "
-              f"{server.port}:127.0.0.1:{server.port} this-one. Ctrl-C stops the page, not the run.", flush=True)  # fmt: skip
+        print("Whoever has this address can see the page. To see the page from another machine, first run there: ssh -L "
+        f"{server.port}:127.0.0.1:{server.port} this-one. Ctrl-C stops the page, not the run.", flush=True)  # fmt: skip
         if act:
             print(f"whoever has this address can also control the run: {server.acting_address}", flush=True)
         while True:

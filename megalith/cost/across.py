@@ -27,11 +27,11 @@ MAX_INTERVAL = 100
 FRAGMENTS, OVERLAPS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16), (0, 1, 2, 3, 5, 7, 10)
 """Values of `fragments` and `overlap` that are tried; weights arrive at most ten steps late."""
 EAGER_OVERLAPS = (15, 20, 30, 50, 75, 100)
-"""Values of `overlap` that are also tried with `eager`: such sites lose no training while they wait."""
+"""Values of `overlap` that are also tried with `eager`, because eager sites lose no training while they wait."""
 
 PACKET, HEADERS, WINDOW, PAUSE = 1500, 52, 10, 0.2
-"""Bytes of a packet; bytes of its IP and TCP headers; TCP's initial window in packets (RFC 6928); and the seconds, beyond a
-round trip, of a pause after which TCP starts with this window again (RFC 5681, section 4.1; Linux's least time-out)."""
+"""Bytes of a packet; bytes of a packet's IP and TCP headers; packets in TCP's initial window (RFC 6928); and the length of a pause, in
+seconds beyond a round trip, after which TCP starts with the initial window again (RFC 5681, section 4.1; Linux's minimum time-out)."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 """The shape of every merged tensor, by its name in the whole model."""
@@ -39,8 +39,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Across:
-    """Prediction for a run across sites. `bytes`: bytes that a site sends in a round of `inner_steps` steps; `instead`: bytes of
-    data parallelism with fp32 gradients in as many steps; `waited`: mean seconds that a site waits per round; `use`: share of the
+    """Prediction for a run across sites. `bytes`: bytes that a site sends in a round of `inner_steps` steps; `instead`: bytes that data
+    parallelism with fp32 gradients sends in this number of steps; `waited`: mean seconds that a site waits per round; `use`: share of the
     time in which a site computes."""
 
     sites: int
@@ -55,7 +55,8 @@ class Across:
     waited: float
     use: float
     shortest: int | None
-    """The shortest of INTERVALS whose use is at least GOOD, with everything else unchanged; None if there is none."""
+    """The shortest of INTERVALS with which sites compute for at least the share GOOD of the time, if nothing else changes; None if no
+    interval is that long."""
     gradients: bool = False
     """True if gradients are exchanged."""
 
@@ -72,7 +73,7 @@ class Across:
 
     @property
     def speed(self) -> float:
-        """Tokens a second of all sites, divided by those of a single site."""
+        """Tokens a second of all sites, divided by the tokens a second of a single site."""
         return self.sites * self.use
 
     def to_json(self) -> dict[str, Any]:
@@ -83,8 +84,8 @@ class Across:
 def across(shapes: Shapes, sites: SitesSpec, step: float, *, steps: int | None = None, packet: int = PACKET) -> Across | None:
     """Predict a run whose sites take `step` seconds for a step; None for one site, or if the run file names no link.
 
-    `steps`: number of steps of the run. The last step merges the whole model, which is predicted if the run has at most LONG
-    rounds; None: a longer run. `packet`: bytes of the link's packets.
+    `steps`: number of steps of the run. The last step merges the whole model; this merge is predicted only if the run has at most LONG
+    rounds. `steps` = None: the run has more than LONG rounds. `packet`: bytes of the link's packets.
     """
     if sites.link is None or sites.count == 1:
         return None
@@ -105,15 +106,15 @@ def across(shapes: Shapes, sites: SitesSpec, step: float, *, steps: int | None =
 def choose(
     shapes: Shapes, sites: SitesSpec, step: float, *, free: Collection[str], rounds_well: bool, longest: int = 10**9
 ) -> SitesSpec:
-    """Choose the keys `free` of CHOSEN for the link of `sites`, if a step takes `step` seconds. With `inner_steps`, also
-    choose the keys of SPARSE and `eager`, if the run file leaves them out.
+    """Choose values of those keys of CHOSEN that are in `free`, for the link of `sites` and steps of `step` seconds. With `inner_steps`,
+    also choose the keys of SPARSE and `eager`, if the run file leaves them out.
 
-    Loss grows with the interval, so the shortest one with a use of GOOD at HEADROOM of the link's rate is chosen; with it the
-    most bits, then the least overlap, then the fewest fragments. If this interval exceeds MAX_INTERVAL, the sparse method is
-    chosen for runs of at least MIN_ROUNDS. If no interval has this use, because a round trip takes many steps, sites are
-    eager; if still none has it, the method with the most use is chosen. `rounds_well`: True if 2 bits suffice for
-    differences, as with Muon (Thérien et al. 2025, arXiv:2505.23725). `longest`: the steps of the run, and the largest
-    interval.
+    Loss grows with the interval, so the shortest interval is chosen with which sites compute for the share GOOD of the time at HEADROOM
+    of the link's rate; then the most bits, the least overlap, and the fewest fragments. If this interval exceeds MAX_INTERVAL, runs of at
+    least MIN_ROUNDS rounds get the sparse method. If no interval reaches GOOD, because a round trip takes many steps, sites are eager; if
+    eager sites do not reach GOOD either, the method with the highest share of computing time is chosen. `rounds_well`: True if 2 bits
+    suffice for differences, as with Muon (Thérien et al. 2025, arXiv:2505.23725). `longest`: the number of steps of the run, which is the
+    largest possible interval.
     """
     assert sites.link is not None
     counted_on = sites.link.model_copy(update={"megabits": HEADROOM * sites.link.megabits})
@@ -131,8 +132,8 @@ def choose(
 
 
 def _intervals(sites: SitesSpec, free: Collection[str], longest: int) -> Iterator[SitesSpec]:
-    """Yield the possible intervals, the best first: all elements, sparse, longer ones with all elements, eager sites. If the
-    run file sets the interval, yield its method only."""
+    """Yield the possible intervals, the best first: intervals that send all elements, the sparse method, longer intervals that send all
+    elements, eager sites. If the run file sets the interval, yield only the method in the run file."""
     if "inner_steps" not in free:
         yield sites
         return
@@ -146,7 +147,7 @@ def _intervals(sites: SitesSpec, free: Collection[str], longest: int) -> Iterato
 
 
 def _variants(shapes: Shapes, sites: SitesSpec, free: Collection[str], rounds_well: bool) -> Iterator[SitesSpec]:
-    """Yield the possible methods with one interval, beginning with those that change the least."""
+    """Yield the possible methods with one interval, beginning with methods that change the least."""
     parts = len({part_of(name) for name in shapes})
     overlaps = (*OVERLAPS[1:], *EAGER_OVERLAPS) if sites.eager else OVERLAPS
     open_ = "bits" in free and "bits" not in sites.model_fields_set  # SPARSE has its own
@@ -158,14 +159,14 @@ def _variants(shapes: Shapes, sites: SitesSpec, free: Collection[str], rounds_we
 
 
 def _bytes(fragment: Fragment, sites: SitesSpec) -> int:
-    """Return the largest number of bytes that a site sends at a merge: its difference to each other site, and, if it decides,
-    the list of merged sites."""
+    """Return the largest number of bytes that a site sends at a merge: its difference to each other site, and, if this site decides, the
+    list of merged sites."""
     return (sites.count - 1) * (wire_bytes(fragment) + verdict_bytes())
 
 
 def _use(cut: tuple[Fragment, ...], sites: SitesSpec, step: float, steps: int | None = None, packet: int = PACKET) -> float:
-    """Simulate ROUNDS rounds, or all `steps`, and return the share of time in which a site computes. Differences queue for
-    the link; a merge waits for them and for the decision that follows them, a round trip."""
+    """Simulate ROUNDS rounds, or all `steps`, and return the share of time in which a site computes. Differences queue for the link; a
+    merge waits for all differences, and one more round trip for the decision."""
     assert sites.link is not None
     line = _Line(1e6 * sites.link.megabits / 8 * (packet - HEADERS) / packet, 1e-3 * sites.link.milliseconds, WINDOW * packet)
     sizes = [_bytes(fragment, sites) for fragment in cut]
@@ -197,8 +198,8 @@ def _use(cut: tuple[Fragment, ...], sites: SitesSpec, step: float, steps: int | 
 
 @dataclass
 class _Line:
-    """A TCP connection over the link: bytes/s, seconds of a round trip, and the bytes of the initial window, which doubles
-    with each answer."""
+    """A TCP connection over the link: bytes/s, seconds of a round trip, and the bytes of the initial window, which doubles with each
+    acknowledgement."""
 
     rate: float
     delay: float
@@ -207,7 +208,7 @@ class _Line:
     """Time at which the link is idle again."""
 
     def send(self, size: int, now: float) -> float:
-        """Send bytes, and return the time at which their answer is back."""
+        """Send bytes, and return the time at which their acknowledgement arrives."""
         paused = self.free == 0.0 or now > self.free + self.delay + PAUSE
         self.free = max(self.free, now) + size / self.rate + (self._slow_start(size) if paused else 0.0)
         return self.free + self.delay

@@ -25,7 +25,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits of a figure. It is usually within a factor of e^`doubt` of its start."""
+    """Limits of a figure. The figure is usually within a factor of e^`doubt` of its starting value."""
 
     low: float
     high: float
@@ -69,8 +69,8 @@ unless CUDA graphs launch it."""
 
 
 def choose(choices: Sequence[tuple[Workload, Parts]], figures: Calibration) -> tuple[Workload, Estimate]:
-    """Return the workload that a planner would choose: the fastest that fits; if none fits, the one that needs the least
-    memory."""
+    """Return the workload that a planner would choose: the fastest workload that fits, or, if none fits, the workload that needs the
+    least memory."""
     found = [(workload, estimate(workload, figures, traced, _space(workload, traced, figures))) for workload, traced in choices]
     fitting = [pair for pair in found if pair[1].fits]
     if fitting:

@@ -1,6 +1,6 @@
 """The calibration: a few physical figures per device and kind of software, read from calibration.toml. No torch.
 
-`cost/calibrate.py` fits them on published measurements; no figure is specific to a model or a measurement.
+`cost/calibrate.py` fits the figures on published measurements; no figure is specific to a model or a measurement.
 """
 
 import tomllib
@@ -14,14 +14,14 @@ from megalith.spec.cluster import Accelerator, ClusterSpec
 
 @dataclass(frozen=True)
 class Device:
-    """Achieved shares of the published figures of a device generation."""
+    """Figures of a device generation: which shares of its published figures software achieves."""
 
     units: int
     """Number of processors that compute tiles of a matrix product in parallel (SMs)."""
     wide: float
     """Share of peak that a large product reaches in bf16 or fp16."""
     narrow: float
-    """The same share in 8 bits; `quarter` is that in 4 bits."""
+    """Share of peak that a large product reaches in 8 bits; `quarter`: in 4 bits."""
     quarter: float
     idle: float
     """Share of the processors that the last wave of tiles leaves idle."""
@@ -45,7 +45,7 @@ class Device:
     """Minimum seconds of a kernel on the device."""
 
     def without(self, units: int) -> "Device":
-        """Return the device without this number of its processors. The others still reach the full memory bandwidth."""
+        """Return the device with `units` fewer processors. The remaining processors still reach the full memory bandwidth."""
         if not units:
             return self
         left = 1 - units / self.units
@@ -58,19 +58,20 @@ class SoftwareOverheads:
     """Overheads of the software that runs a step."""
 
     host: float
-    """Seconds that an x86 host takes to launch an operation. The host works ahead of the device, so the slower of both counts."""
+    """Seconds that an x86 host takes to launch an operation. The host works ahead of the device, so only the slower of host and device
+    counts."""
     launch: float
-    """Seconds of the host for each further kernel of an operation that launches several."""
+    """Seconds that the host takes for each further kernel of an operation that launches several kernels."""
     routing: float
     """Seconds that a layer of experts waits, in forward and in backward, until the host knows where tokens go."""
     passes: float
-    """Bytes that element-wise operations move, divided by those in the trace; below 1 if more kernels are fused."""
+    """Bytes that element-wise operations move, divided by the bytes in the trace; below 1 if more kernels are fused."""
     tensor_exposed: float
     """Share of the tensor axis's collectives that is not hidden behind products."""
     expert_exposed: float
     """Share of the experts' all-to-all that is not hidden."""
     data_exposed: float
-    """Share of the data axis's collectives that stays exposed, of those that computation could hide."""
+    """Exposed share of the data axis's collectives that computation could hide."""
     contention: float
     """Relative slowdown of computation that overlaps with collectives."""
     step: float
@@ -78,7 +79,7 @@ class SoftwareOverheads:
     optimizer: float
     """Bytes that the optimizer moves for each parameter that it updates."""
     straggle: float
-    """Relative growth of a step with each doubling of the nodes, because all wait for the slowest."""
+    """Relative growth of a step with each doubling of the nodes, because all nodes wait for the slowest."""
     message_exposed: float
     """Share of the messages between pipeline ranks that is not hidden."""
     working: float
@@ -111,11 +112,11 @@ class Calibration:
     fitted: dict[str, Any]
 
     def device(self, accelerator: Accelerator) -> Device:
-        """Return the figures of an accelerator; those of "hopper" if it has no entry."""
+        """Return the figures of an accelerator, or the figures of "hopper" if the accelerator has no entry."""
         return self.devices[self.families.get(accelerator.name, "hopper")]
 
     def device_of(self, cluster: ClusterSpec) -> Device:
-        """Return the figures of a cluster's devices: measured ones if available, else fitted ones."""
+        """Return the figures of a cluster's devices: measured figures if available, otherwise fitted figures."""
         known, measured = self.device(cluster.accelerator), cluster.measured
         if measured is None:
             return known
@@ -125,8 +126,8 @@ class Calibration:
         return replace(known, **own, **alone)
 
     def overheads_of(self, name: str, cluster: ClusterSpec, *, ours: bool) -> SoftwareOverheads:
-        """Return the overheads of some software on a cluster. `ours`: figures for Megalith's trainer, whose launch time was
-        measured on that machine; other software keeps the fitted one."""
+        """Return the overheads of some software on a cluster. `ours`: figures for Megalith's trainer, whose launch time was measured on
+        the cluster's machine; other software keeps the fitted launch time."""
         known, measured = self.overheads[name], cluster.measured
         if measured is None:
             return known

@@ -1,5 +1,5 @@
-"""Stand-ins for attention cores, norms and other operations during a trace. On a device each is one fused kernel, or, before
-FlashAttention, a chain of small kernels.
+"""Stand-ins for attention cores, norms and other operations during a trace. On a device each of these operations is one fused kernel, or,
+before FlashAttention, a chain of small kernels.
 
 On the meta device torch would choose its plain attention, which keeps several times as many bytes as a fused kernel.
 """
@@ -18,7 +18,7 @@ Note = Callable[[str, Tensor, Tensor, Tensor], None]
 """Function (phase, q, k, v) that is called where a device would run its kernel."""
 
 NoteRecurrence = Callable[[str, Tensor, Tensor], tuple[Tensor, ...]]
-"""Function (phase, x, b) for Mamba-2's core, with the same purpose; it returns the core's temporary tensors."""
+"""Function (phase, x, b) that is called where a device would run the kernel of Mamba-2's core; it returns the core's temporary tensors."""
 
 
 class _Fused(torch.autograd.Function):
@@ -66,9 +66,8 @@ class _Kept(torch.autograd.Function):
 
 
 class PlainCore(nn.Module):
-    """Unfused attention: q kᵀ, one kernel for scale, mask and softmax, dropout, and the product with v. Scores pass through
-    memory, and 5 bytes of each are kept (Korthikanti et al. 2022, arXiv:2205.05198, section 4.1: softmax 2, dropout's mask 1
-    and output 2)."""
+    """Unfused attention: q kᵀ, one kernel for scale, mask and softmax, dropout, and the product with v. Scores pass through memory, and 5
+    bytes of each score are kept (Korthikanti et al. 2022, arXiv:2205.05198, section 4.1: softmax 2, dropout's mask 1 and output 2)."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         groups = q.shape[2] // k.shape[2]

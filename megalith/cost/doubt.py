@@ -5,10 +5,10 @@ factor of each row:
 
     log(measured / predicted) = bias + term of the stack (of deviation `between`) + term of the row (of deviation `within`)
 
-The deviations come from published rows, each judged by a fit without its stack. An 80 % interval has the half-width, in
-deviations, with which it holds 80 % of such rows, if each stack has equal weight (split conformal prediction over groups; Vovk et
-al. 2005; Barber et al. 2021, arXiv:1905.02928). For a stack with known rows, the factor moves toward theirs, depending on their
-number and scatter (the normal model's posterior; Gelman et al. 2013, section 5.4).
+The deviations come from published rows, each judged by a fit without its stack. An 80 % interval is as wide, in deviations, as is needed
+to hold 80 % of the published rows, if each stack has equal weight (split conformal prediction over groups; Vovk et al. 2005; Barber et
+al. 2021, arXiv:1905.02928). For a stack with known rows, the predicted factor moves toward the factor of the known rows, depending on
+their number and scatter (the normal model's posterior; Gelman et al. 2013, section 5.4).
 """
 
 import tomllib
@@ -32,7 +32,7 @@ FEW = {2: 1.196, 3: 1.495, 4: 1.363, 5: 1.206, 6: 1.200, 7: 1.140, 8: 1.129, 9: 
 of scale", section 4); for n > 9 values it is n / (n - 0.8)."""
 
 MEDIAN = pi / 2
-"""Variance of the median of many normal values, divided by that of their mean."""
+"""Variance of the median of many normal values, divided by the variance of their mean."""
 
 KINDS = ("time.dense", "time.expert", "memory")
 
@@ -40,7 +40,7 @@ WRONG = log(1.3)
 """A row with a smaller deviation (of the logarithm) than this is never called wrong."""
 
 FAR = 3.0
-"""A row is called wrong if it is more than this number of deviations from the estimate of the other rows and all stacks."""
+"""A row is called wrong if it is more than this number of standard deviations from the estimate of the other rows and all stacks."""
 
 
 class Residual(NamedTuple):
@@ -69,8 +69,8 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class LearnedSpread:
-    """Estimate for a stack from some rows: `mean`, the logarithm of its factor; `deviation`, the uncertainty of the mean;
-    `within`, the scatter of rows; `wrong`, the places of ignored rows."""
+    """Estimate for a stack from some rows: `mean`, the logarithm of the stack's factor; `deviation`, the uncertainty of the mean;
+    `within`, the scatter of rows; `wrong`, the indices of ignored rows."""
 
     mean: float
     deviation: float
@@ -90,7 +90,7 @@ class Spread:
     reach_known: float
     """Half-width of an interval, in deviations, for a stack with some known rows."""
     groups: int
-    """Number of stacks of the estimate."""
+    """Number of stacks from which the spread was estimated."""
     rows: int
 
     def learn(self, logs: Sequence[float]) -> LearnedSpread:
@@ -127,7 +127,7 @@ class Spread:
 
 
 PRIOR = 4
-"""In the estimate of a stack's scatter, the scatter of all stacks has the weight of this number of rows."""
+"""When a stack's scatter is estimated, the scatter of all stacks counts as this number of additional rows."""
 
 
 def estimated(residuals: Sequence[Residual]) -> dict[str, Spread]:
@@ -145,8 +145,8 @@ def by_group(residuals: Sequence[Residual], kind: str) -> dict[str, list[float]]
 
 
 def spread(groups: Mapping[str, Sequence[float]]) -> Spread:
-    """Return the spread of the rows of some groups. As in use, each reach is found with every group measured in deviations of
-    the other groups."""
+    """Return the spread of the rows of some groups. To find a `reach`, each group is measured in deviations estimated from the other
+    groups, as in predictions."""
     plain = _deviations(groups)
     alone: list[tuple[float, float]] = []
     known: list[tuple[float, float]] = []
@@ -163,8 +163,8 @@ def spread(groups: Mapping[str, Sequence[float]]) -> Spread:
 
 
 def _deviations(groups: Mapping[str, Sequence[float]]) -> Spread:
-    """Return bias and deviations, without a reach. They are medians with equal weight for each group, so that no single bad
-    group determines them.
+    """Return a spread with bias and deviations, but without its `reach`. Bias and deviations are medians in which each group has equal
+    weight, so that no single bad group determines them.
 
     `between` is for a stack outside of these groups, so it includes the uncertainty of the bias.
     """
@@ -188,7 +188,7 @@ MINIMUM = 0.02
 
 
 def quantile(weighted: Sequence[tuple[float, float]], share: float) -> float:
-    """Return the value that this share of the weight does not exceed."""
+    """Return the smallest value such that at least this share of the weight is at or below it."""
     total, passed = sum(weight for _, weight in weighted), 0.0
     for value, weight in sorted(weighted):
         passed += weight

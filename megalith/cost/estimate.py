@@ -1,5 +1,4 @@
-"""Prediction of a workload's step: memory of the worst rank, and seconds by use. No torch unless something new
-must be traced."""
+"""Prediction of a workload's step: memory of the worst rank, and seconds by purpose. Imports torch only to trace parts."""
 
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -27,7 +26,7 @@ from megalith.spec.optimizers import OPTIMIZERS
 
 @dataclass(frozen=True)
 class Time:
-    """Seconds of a step by use; they add up to `step`."""
+    """Seconds of a step by purpose; they add up to `step`."""
 
     step: float
     compute: float
@@ -36,7 +35,7 @@ class Time:
     context: float
     expert: float
     pipeline: float
-    """Messages between stages that no computation hides."""
+    """Seconds of messages between stages that are not hidden by computation."""
     data: float
     """Exposed gathers of weights, reductions of gradients, and transfers of activations to the host and back."""
     bubble: float
@@ -112,7 +111,7 @@ def estimate(
     space: Memory | None = None,
     spent: "PartTimes | None" = None,
 ) -> Estimate:
-    """Predict one step. `traced`, `space` and `spent` save work if they are already known."""
+    """Predict one step. `traced`, `space` and `spent` are known results, which need not be computed again."""
     figures = figures or calibration()
     traced = traced or parts(workload)
     setting = Setting.of(workload, figures)
@@ -208,7 +207,6 @@ def busy_seconds(workload: Workload, traced: Parts, spent: PartTimes) -> float:
 
 
 def _message_seconds(workload: Workload, setting: Setting) -> float:
-    """Return the seconds that one activation takes from a stage to the next."""
     plan = workload.plan
     if plan.pipeline == 1:
         return 0.0
@@ -219,9 +217,9 @@ def _message_seconds(workload: Workload, setting: Setting) -> float:
 def _bubble(workload: Workload, stages: list[StageTime], slowest: int, sent: float) -> float:
     """Return the idle seconds of the slowest rank in a step.
 
-    Schedules that fill and drain have a closed form (Narayanan et al. 2021): the time of one microbatch in a chunk of every
-    other rank, plus messages; with equal stages, (p - 1) / chunks of a microbatch's time. For other schedules, all stages
-    take the mean time.
+    Schedules that fill and drain have a closed form (Narayanan et al. 2021): the sum over all other ranks of the time for one microbatch,
+    divided by `chunks`, plus messages; with equal stages, (p - 1) / chunks of a rank's time for one microbatch. For other schedules, all
+    stages are assumed to take the mean time.
     """
     plan = workload.plan
     others = sum(stage.total for rank, stage in enumerate(stages) if rank != slowest)
@@ -336,14 +334,13 @@ def _optimizer_seconds(workload: Workload, setting: Setting, traced: Parts, here
 
 
 def model_flops(workload: Workload, traced: Parts) -> float:
-    """Return the model FLOPs of a step: those of forward, and twice as many for backward."""
+    """Return the model FLOPs of a step: the FLOPs of forward, and twice as many for backward."""
     plan = workload.plan
     return 3 * _forward_flops(traced) * plan.tensor * plan.context * workload.global_batch / plan.microbatch
 
 
 @lru_cache(1 << 14)
 def _forward_flops(traced: Parts) -> float:
-    """Return the forward FLOPs of one rank and one microbatch."""
     counts = Counter(traced.kinds)
     blocks = sum(times * traced.blocks[kind].flops("F") for kind, times in counts.items())
     head = traced.head.flops() / 3  # a chunked loss forms the gradients in forward

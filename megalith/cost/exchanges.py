@@ -19,8 +19,8 @@ from megalith.spec.numbers import SCALE_BYTES
 
 
 class _Resize(torch.autograd.Function):
-    """Effect of a boundary collective on shapes: `longer` is the factor of dim 1 (below 0: its divisor); backward restores
-    the length."""
+    """Effect of a boundary collective on shapes: `longer` is the factor by which dim 1 grows (below 0: by which it shrinks); backward
+    restores the length."""
 
     @staticmethod
     def forward(ctx, x: Tensor, longer: int, recorder: Recorder, kinds: tuple[Exchanged, Exchanged], regather: bool) -> Tensor:
@@ -85,7 +85,7 @@ class RecordedSplit(Split):
 
 
 class _Copied(torch.autograd.Function):
-    """Boundary of tensor parallelism without sequence parallelism: a tensor that all ranks have is summed in forward or in
+    """Boundary of tensor parallelism without sequence parallelism: a tensor that all ranks hold is all-reduced in forward or in
     backward."""
 
     @staticmethod
@@ -119,7 +119,7 @@ class _Dispatched(torch.autograd.Function):
 
 
 def _sent(rows: Tensor, tile: int) -> int:
-    """Return the bytes of rows in a message; `tile`: how many numbers share a scale in 8 bits; 0: not in 8 bits."""
+    """Return the bytes of rows in a message; `tile`: how many 8-bit numbers share a scale; 0: rows are not sent in 8 bits."""
     return rows.numel() + len(rows) * SCALE_BYTES * -(-rows.shape[1] // tile) if tile else bytes_of(rows)
 
 
@@ -159,7 +159,7 @@ class Border(torch.autograd.Function):
 
 
 class EvenShare(LocalBalanceSets):
-    """Balance sets of a rank that dispatches one of `shares` equal shares of its tokens."""
+    """Balance sets of a rank that dispatches only one of `shares` equal shares of the tokens."""
 
     def __init__(self, shares: int) -> None:
         self.shares = shares
@@ -171,7 +171,7 @@ class EvenShare(LocalBalanceSets):
 class RecordedDispatcher(LocalDispatcher):
     """Dispatcher for experts of several ranks: this rank's experts are traced, and messages are recorded.
 
-    If all tensor ranks have the whole sequence, each dispatches a share of its tokens, and the results are gathered.
+    If all tensor ranks have the whole sequence, each rank dispatches a share of the tokens, and the results are gathered.
     """
 
     def __init__(self, recorder: Recorder, layout: Layout) -> None:
@@ -249,9 +249,9 @@ _to_heads, _to_sequence = conjugates(_heads_for_sequence, _sequence_for_heads)
 
 
 def core_note(recorder: Recorder, layout: Layout, window: int | None) -> Note:
-    """Return a function that records a fused attention and its context ranks' messages: keys and values that pass around a
-    ring, or all gathered keys and values. In backward their gradients are sent too, which unfused software sums in fp32, like
-    `parallel.context`."""
+    """Return a function that records a fused attention and its context ranks' messages: keys and values that pass around a ring, or all
+    gathered keys and values. In backward the gradients of keys and values are sent too; unfused software sums these gradients in fp32,
+    like `parallel.context`."""
     ranks = layout.context // layout.ulysses
     wider = 1 if layout.fused else 4 / layout.width
 

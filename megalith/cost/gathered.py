@@ -1,4 +1,4 @@
-"""Bytes of the weights of a part that ZeRO gathers: two or four a number, or one if layers are gathered in 8 bits. No torch."""
+"""Bytes of the weights of a part that ZeRO gathers: two or four bytes a number, or one byte if layers are gathered in 8 bits. No torch."""
 
 from math import prod
 
@@ -36,8 +36,8 @@ def widths(workload: Workload, traced: Parts) -> Numbers:
 
 
 def kept(workload: Workload, profile: Profile, block: int) -> float:
-    """Return the bytes of a rank's rounded shards of a block that ZeRO 3 keeps until the end of the step, for all gathers.
-    None are kept if weights are offloaded."""
+    """Return the bytes of a rank's rounded shards of a block that ZeRO 3 keeps until the end of the step, for all gathers. If weights are
+    offloaded, no rounded shards are kept."""
     if (packed := _packed(workload)) is None or workload.plan.zero < 3 or workload.plan.state.weights_away:
         return 0.0
     experts = {weight.expert for weight in _narrow(workload, packed, profile, block)}

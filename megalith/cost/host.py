@@ -1,5 +1,5 @@
-"""Offloading to the host's memory and disk: bytes, and seconds of updates and transfers, from a device's share of the cluster
-file's figures (`HostSpec`), or from assumed ones, because the catalogue has none. No torch."""
+"""Offloading to the host's memory and disk: bytes, and seconds of updates and transfers, from a device's share of the cluster file's
+`HostSpec`, or from assumed figures, because the catalogue of clusters has none. No torch."""
 
 from megalith.cost.workload import Workload
 from megalith.spec.cluster import ClusterSpec
@@ -15,11 +15,11 @@ MEMORY = 256 * 2**30
 """Bytes of host memory for each device: an eighth of the 2 TiB that a DGX A100, H100 or B200 has."""
 
 LINK = 25e9
-"""Bytes/s between a device and its host's memory, over PCIe 4 x16 or 5 x16 shared by two."""
+"""Bytes/s between a device and its host's memory, over PCIe 4 x16, or over PCIe 5 x16 shared by two devices."""
 
 REACHED = 0.43
-"""Share of the memory bandwidth that an update on the host reaches: that of ZeRO-Offload's Adam on a DGX-2, which moves 28
-bytes of each of 10 billion parameters in 2.57 s at 256 GB/s (Ren et al. 2021, arXiv:2101.06840, table 4)."""
+"""Share of the memory bandwidth that an update on the host reaches: the share of ZeRO-Offload's Adam on a DGX-2, which moves 28 bytes of
+each of 10 billion parameters in 2.57 s at 256 GB/s (Ren et al. 2021, arXiv:2101.06840, table 4)."""
 
 BANDWIDTH = 614e9 / 8
 """Bytes/s of host memory for each of eight devices: two sockets of eight channels DDR5-4800."""
@@ -31,7 +31,7 @@ at about 40 % of its 7 GB/s."""
 
 MIB = 1 << 20
 BUFFERS = 3
-"""Number of chunks in memory at once."""
+"""Number of chunks of state that are in memory at once."""
 
 
 def room(cluster: ClusterSpec) -> float:
@@ -69,7 +69,7 @@ def streamed(workload: Workload) -> float:
 
 
 def has_weights(workload: Workload) -> bool:
-    """Return True if gathers can cast weights from master weights on the host or on disk. `megalith check` has the same rules."""
+    """Return True if gathers can cast weights from master weights on the host or on disk. `megalith check` applies the same rules."""
     narrow = PRECISIONS[workload.format].compute.name != MASTER.number
     return workload.software_profile.ours and narrow and not workload.halved and workload.plan.zero == 3
 
@@ -83,14 +83,15 @@ def read_seconds(workload: Workload, numbers: float) -> float:
 
 
 def move_seconds(workload: Workload, size: float, for_disk: float) -> float:
-    """Return the seconds to move this many bytes of activations to where they wait (`plan.retain`), or back."""
+    """Return the seconds to offload this many bytes of activations (`plan.retain`), or to fetch them back."""
     host = workload.cluster.host
     disk = DISK if host.disk_bandwidth is None else host.disk_bandwidth / _devices(workload.cluster)
     return max(size / (host.link or LINK), on_disk(workload, size, for_disk) / disk)
 
 
 def on_disk(workload: Workload, size: float, for_disk: float) -> float:
-    """Return how many of these bytes of activations wait on disk. `for_disk`: as many as do if others wait in host memory."""
+    """Return how many of `size` bytes of activations are offloaded to disk. `for_disk`: the bytes for the disk if other activations go to
+    host memory."""
     return for_disk if "host" in workload.plan.retain.places else size
 
 

@@ -47,7 +47,7 @@ def read(path: Path | None) -> Any:
 
 
 def write(path: Path | None, value: Any) -> None:
-    """Keep a value for the next run. A folder that cannot be written only means that later runs save no time."""
+    """Store a value for later runs. A folder that cannot be written only means that later runs save no time."""
     if path is None:
         return
     with suppress(OSError):

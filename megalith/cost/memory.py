@@ -1,4 +1,4 @@
-"""Bytes that a rank holds at the peak of a step, by use. No torch."""
+"""Bytes that a rank holds at the peak of a step, by purpose. No torch."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -58,7 +58,7 @@ CONTEXT = 1.06e9
 issue 1685)."""
 
 PAIR, GROUP = 0.544e9, 0.688e9
-"""Bytes of each further communicator of two ranks, and of more, as measured on 4 A100 (NVIDIA/nccl, issue 964)."""
+"""Bytes of each further communicator, as measured on 4 A100 (NVIDIA/nccl, issue 964): of one with two ranks, and of one with more ranks."""
 
 ALL_TO_ALL = 3.28e9
 """Bytes of a communicator for all-to-all, as measured at the first all-to-all on 8 H100 (NVIDIA/nccl, issue 1685)."""
@@ -103,8 +103,8 @@ class Shares:
 
     @cached_property
     def worst_ranks(self) -> tuple[int, ...]:
-        """A set of ranks that contains the one with the peak memory: every other rank has the same parts as one of them, and
-        no more microbatches of any kind of chunk in flight."""
+        """A set of ranks that includes the rank with the peak memory: every rank outside the set has the same parts as a rank in the
+        set, and no more microbatches of any kind of chunk in flight."""
         found: dict[RankParts, dict[int, Counter[Chunk]]] = {}
         for rank, (here, flying) in enumerate(zip(self.held, self.flying, strict=True)):
             most = Counter[Chunk]()
@@ -163,7 +163,7 @@ def memory(workload: Workload, parts: Parts, overheads: SoftwareOverheads) -> Me
 
 
 def fits(workload: Workload, held: Memory, overheads: SoftwareOverheads) -> bool:
-    """True if the device has room for the memory and the allocator's loss, and the host for offloaded state."""
+    """True if the device has room for the memory and for the allocator's loss, and the host has room for offloaded state."""
     cluster = workload.cluster
     limit = cluster.accelerator.memory
     near = limit is None or held.total * (1 + overheads.slack) <= limit
@@ -233,7 +233,7 @@ def _rank(
 
 
 def _added_up(workload: Workload, parts: Parts, here: RankParts) -> float:
-    """Bytes of one chunk's whole gradients, which some software adds up over several microbatches before ZeRO 2 reduces them."""
+    """Bytes of the unsharded gradients of one chunk, which some software adds up over several microbatches before ZeRO 2 reduces them."""
     if workload.plan.zero != 2 or workload.software_profile.reduces == "microbatch":
         return 0.0
     of = [part.weights + part.expert_weights for part in parts.blocks]
@@ -256,7 +256,7 @@ def _released(workload: Workload, parts: Parts, here: RankParts) -> float:
 
 
 def updated(workload: Workload, held: Numbers) -> float:
-    """Return how many of its pipeline rank's weights a rank updates."""
+    """Return the number of weights that one rank updates, out of the weights `held` by its pipeline rank."""
     shards, expert_shards = workload.shards
     return held.dense / shards + held.expert / expert_shards
 
@@ -279,9 +279,9 @@ class _Own(NamedTuple):
     working: float
     """Largest temporary bytes of a block."""
     leaves: tuple[float, ...]
-    """Bytes of `saved` that can wait outside the device."""
+    """Bytes of `saved` that can be offloaded."""
     for_disk: tuple[float, ...]
-    """The bytes of these that wait on disk, if others wait in host memory."""
+    """Bytes of `leaves` that are offloaded to disk if other activations go to host memory."""
     largest_leaves: float
     """Largest number of bytes of one block that can be offloaded."""
 
@@ -327,8 +327,8 @@ def _own(parts: Parts, here: RankParts) -> _Own:
 
 
 def _segmented(parts: Parts, segments: Segments, chunk: Chunk) -> tuple[float, float]:
-    """Bytes that a microbatch keeps in a chunk's segments, and the largest additional bytes of a segment while it runs again.
-    With several kinds of blocks, each segment is assumed to have the largest ones."""
+    """Bytes that a microbatch keeps in a chunk's segments, and the largest additional bytes while a segment is recomputed. With several
+    kinds of blocks, each segment is assumed to consist of the largest kind."""
     blocks = sum(times for _, times in chunk)
     if not blocks:
         return 0.0, 0.0
@@ -351,9 +351,8 @@ def _graphed(workload: Workload) -> frozenset[int]:
 
 
 def _recorded(parts: Parts, here: RankParts, flying: tuple[int, ...], graphed: frozenset[int]) -> float:
-    """Bytes that CUDA graphs of parts of blocks keep: gradients of their inputs and outputs, as in
-    torch.cuda.make_graphed_callables. Transformer Engine's graphs can share some, but measurements agree with all being
-    kept."""
+    """Bytes that CUDA graphs of parts of blocks keep: gradients of their inputs and outputs, as in torch.cuda.make_graphed_callables.
+    Transformer Engine's graphs can share some of these gradients, but measurements agree with all gradients being kept."""
     if not graphed:
         return 0.0
     recorded = [sum(parts.blocks[kind].output * times for kind, times in chunk if kind in graphed) for chunk in here.chunks]
@@ -378,8 +377,8 @@ def _apart(workload: Workload, parts: Parts, here: RankParts, graphed: frozenset
 
 
 def non_torch(workload: Workload) -> float:
-    """Bytes of a rank outside of torch's allocator: context, a communicator for each axis, buffers of the experts'
-    all-to-all. They are only known for NCCL."""
+    """Bytes of a rank outside of torch's allocator: context, a communicator for each axis, buffers of the experts' all-to-all. These
+    bytes are only known for NCCL."""
     plan, software_profile = workload.plan, workload.software_profile
     if workload.cluster.accelerator.vendor != "NVIDIA":
         return 0.0
@@ -398,9 +397,9 @@ def non_torch(workload: Workload) -> float:
 
 
 def whole_bytes(workload: Workload, parts: Parts, here: RankParts) -> float:
-    """Bytes of the weights that ZeRO 3 has gathered at once: of two blocks, the current and the next; or of one module, at
-    most a third of a block of three or more matrices. If the device keeps no other weights, one of the two may be the
-    embedding or the head."""
+    """Bytes of the weights that ZeRO 3 holds gathered at the same time: two blocks (the current and the next), or one module, which is at
+    most a third of a block of three or more matrices. If the device keeps no other weights, the embedding or the head may be gathered
+    instead of a block."""
     largest, (shards, _) = _own(parts, here).largest, workload.shards
     if workload.plan.zero == 3 and workload.plan.state.weights_away:
         return workload.width * (largest + max(largest, *_ends(parts, here)))

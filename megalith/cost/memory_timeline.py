@@ -17,18 +17,18 @@ from megalith.schedule.action import Action
 from megalith.schedule.lower import BACKWARDS, WEIGHT_GRADIENTS
 
 DOES: dict[str, tuple[Phase, ...]] = {"F": ("F",), "B": ("I", "W"), "I": ("I",), "W": ("W",)}
-"""Computation of a schedule -> phases of a profile."""
+"""Kind of computation in a schedule -> phases of a profile that it runs."""
 
 
 class OffloadedBytes(NamedTuple):
-    """Bytes that wait outside the device."""
+    """Bytes that are offloaded from the device."""
 
     size: float = 0.0
     disk: float = 0.0
-    """The bytes of these on disk. The others are in host memory."""
+    """Bytes that are offloaded to disk. Offloaded bytes that are not on disk are in host memory."""
 
     def plus(self, other: "OffloadedBytes", times: int = 1) -> "OffloadedBytes":
-        """Return the sum with `times` the other bytes."""
+        """Return the sum of these bytes and `times` the bytes of `other`."""
         return OffloadedBytes(self.size + times * other.size, self.disk + times * other.disk)
 
 
@@ -40,9 +40,9 @@ class Part(NamedTuple):
     profiles: tuple[Profile, ...]
     weights: Numbers
     gathered: Numbers
-    """The bytes in which its weights are gathered."""
+    """Bytes of the part's weights when they are gathered."""
     away: OffloadedBytes
-    """Bytes of what its forward leaves that wait outside the device until its backward."""
+    """Bytes of the forward's saved tensors that are offloaded until the part's backward."""
 
 
 class MemoryPoint(NamedTuple):
@@ -68,8 +68,8 @@ def moments(
     stages: Mapping[int, tuple[Part, ...]],
     segments: Mapping[int, tuple[tuple[int, ...], ...]],
 ) -> Iterator[MemoryPoint]:
-    """Yield the memory of a rank while its program computes and reduces each part, and during the update. `segments`: by
-    stage, the blocks of each segment."""
+    """Yield the memory of a rank while its program computes and reduces each part, and during the update. `segments`: for each stage, the
+    numbers of the blocks in each segment."""
     timeline = _Timeline(workload, traced, stages, segments)
     for action, then in zip_longest(actions, actions[1:]):
         if action.kind == "F":
@@ -95,11 +95,11 @@ class _Stage:
     saved: tuple[float, ...]
     """Bytes that a microbatch's forward keeps in each part."""
     inside: tuple[float, ...]
-    """The most that the backward of each part holds in addition to what forward left."""
+    """Peak bytes of each part's backward, without the bytes that forward saved."""
     coming: tuple[OffloadedBytes, ...]
-    """Bytes that come back to the device when the backward of each part begins: those of the last part before it that left."""
+    """Bytes that return to the device when the backward of each part begins: the tensors of the nearest earlier part that was offloaded."""
     last: OffloadedBytes
-    """Bytes of the last part that left, which come back before the stage's backward."""
+    """Bytes of the last offloaded part, which return before the stage's backward."""
     shares: list[float]
     """Bytes of this rank's share of each part's reduced gradients."""
     sums: list[float]
@@ -107,7 +107,7 @@ class _Stage:
 
 
 class _Timeline:
-    """The running totals of a rank."""
+    """Memory counters of a rank while its program runs."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class _Timeline:
         self.gathers = Numbers(*(0.0 if plan.zero < 3 else workload.width if count > 1 else once for count in shards))
         """Bytes of a dense weight, and of an expert's weight, that exist only while its part computes."""
         self.sends = Numbers(*(float(plan.zero == 3 and count > 1) for count in shards))
-        """1 if a gather sends messages. If not (0), the whole weights of the next part are made at once."""
+        """1 if a gather sends messages, else 0. If a gather sends no messages, all weights of the next part are cast at once."""
         self.joins = Numbers(*(workload.gradient_bytes * (one * count > 1) for one, count in zip(copies, shards, strict=True)))
         """Bytes of a gradient in the buffer of a reduction."""
         self.shares = Numbers(*(workload.gradient_bytes / count for count in shards))
@@ -134,7 +134,7 @@ class _Timeline:
         ]
         tied = released.waiting(workload, traced.embedding.weights, first=ends[0], last=ends[1])
         self.waits = tied if plan.state.release else 0.0
-        """Bytes of a tied embedding's gradient that waits for its other part, if other gradients are released."""
+        """Bytes of a tied embedding's gradient that waits for the gradient at the pipeline's other end, if other gradients are released."""
         self.arrived, self.joined = deque[float](maxlen=released.SHARES), 0.0
         """Bytes of reduced shares that are not yet added up, and of the last part's gradients in the buffer of a reduction."""
 
@@ -158,7 +158,7 @@ class _Timeline:
         return _Stage(parts, tuple(saved), tuple(inside), tuple(coming), last, [0.0] * len(parts), [0.0] * len(parts))
 
     def moment(self, *, weights: float = 0.0, gradients: float = 0.0, activations: float = 0.0) -> MemoryPoint:
-        """Return the rank's memory, with these additional bytes."""
+        """Return the rank's memory plus the given bytes."""
         held = sum(sum(stage.shares) + sum(stage.sums) for stage in self.stages.values())
         arrived, release = sum(self.arrived), self.workload.plan.state.release
         gradients += held + arrived * release
@@ -166,12 +166,12 @@ class _Timeline:
         return MemoryPoint(weights, gradients, self.kept + activations, buffers, self.elsewhere)
 
     def move(self, away: OffloadedBytes, times: int = 1) -> None:
-        """Count activations that leave the device; with `times` -1 they come back."""
+        """Count activations that are offloaded; with `times` = -1, activations that return."""
         self.kept, self.elsewhere = self.kept - times * away.size, self.elsewhere.plus(away, times)
 
     def forward(self, stage: _Stage) -> Iterator[MemoryPoint]:
-        """Count a forward. A part's activations are offloaded when its forward ends, so the peak may be just before that.
-        Otherwise the peak is in the last part; the head also has logits and their gradients."""
+        """Count a forward. A part's activations are offloaded when its forward ends, so the peak may be just before a part is offloaded.
+        If no part is offloaded, the peak is in the last part; the head also has logits and their gradients."""
         head = self.traced.head
         for number, part in enumerate(stage.parts):
             self.kept += stage.saved[number]
@@ -183,8 +183,8 @@ class _Timeline:
             yield self.moment()  # now the most is elsewhere
 
     def backward(self, stage: _Stage, *, begins: bool, forms: bool, reduces: bool) -> Iterator[MemoryPoint]:
-        """Count a backward, or a half of one. `begins`: True for the whole or the first half, which fetches activations.
-        `forms`: True if it computes weight gradients and frees activations. `reduces`: True if each part's gradients are
+        """Count a backward, or half of a backward. `begins`: True for the whole backward or its first half, which fetches activations.
+        `forms`: True if this backward computes weight gradients and frees activations. `reduces`: True if each part's gradients are
         reduced after its backward."""
         narrow = self.workload.width < self.workload.gradient_bytes
         for number, part in reversed([*enumerate(stage.parts)]):
@@ -234,5 +234,5 @@ class _Timeline:
 
 
 def _times(numbers: Numbers, each: Numbers) -> float:
-    """Return the sum over dense and expert weights of number times size."""
+    """Return the number of weights times the bytes of each, summed over dense and expert weights."""
     return numbers.dense * each.dense + numbers.expert * each.expert

@@ -9,19 +9,19 @@ from megalith.spec.cluster import ClusterSpec
 
 @dataclass(frozen=True)
 class Line:
-    """The ranks of one axis: `size` of them, `stride` apart in the numbering of devices (`mesh.py`: tensor, context, data, pipeline
-    from nearest to furthest)."""
+    """The ranks of one axis: `size` ranks whose device numbers are `stride` apart (the order in `mesh.py`, from nearest to furthest:
+    tensor, context, data, pipeline)."""
 
     size: int
     stride: int = 1
 
     def inside(self, domain: int) -> int:
-        """Return how many ranks of the line share one domain of fast links, or one pod of the network."""
+        """Return how many ranks of the axis share one domain of fast links, or one pod of the network."""
         return min(self.size, max(1, domain // self.stride))
 
 
 def domain_of(cluster: ClusterSpec) -> int:
-    """Return how many devices fast links join: those of a node, or of a larger domain."""
+    """Return the number of devices that fast links join: the devices of a node, or of a larger domain."""
     return max(cluster.per_node, cluster.accelerator.scale_up_domain)
 
 
@@ -58,25 +58,25 @@ class Wires:
         )
 
     def together(self, line: Line) -> int:
-        """Return how many ranks of a line share one pod."""
+        """Return how many ranks of an axis share one pod."""
         return line.size if self.pod is None else line.inside(self.pod)
 
     def sends(self, line: Line, cards: int) -> float:
-        """Return the bytes/s between two domains, if `cards` ranks of the line in each domain send. Between pods, all ranks
-        of the line in a pod share the pod's outgoing rate."""
+        """Return the bytes/s between two domains, if `cards` ranks of the axis in each domain send. Between pods, all ranks of the axis
+        in a pod share the pod's outgoing rate."""
         below = self.together(line)
         near = min(self.fast, cards * self.slow)
         return near if below == line.size else min(near, below * self.thin)
 
     def hops(self, line: Line) -> float:
-        """Return the mean number of links between two ranks of a line in one domain. On a torus, this is a quarter of the
-        side of the line's block of devices, for each dimension."""
+        """Return the mean number of links between two ranks of an axis in one domain. On a torus, this is the sum over its dimensions of
+        a quarter of the side of the block of devices that the axis occupies."""
         block = min(self.domain, line.size * line.stride)
         return max(1.0, self.torus * block ** (1 / self.torus) / 4) if self.torus else 1.0
 
 
 def rate(line: Line, wires: Wires) -> float:
-    """Bytes/s through a rank in a ring over the line.
+    """Bytes/s through a rank in a ring over the ranks of an axis.
 
     A ring enters and leaves each domain once. NCCL builds one ring for each of the k ranks in a domain, so k network cards
     carry the traffic, up to the rate of the fast links.
@@ -86,22 +86,23 @@ def rate(line: Line, wires: Wires) -> float:
 
 
 def ring(line: Line, wires: Wires) -> float:
-    """Latency of a ring in seconds: a start, a hundredth of a start for each rank in a domain, and a hop for each further
-    domain."""
+    """Latency of a ring in seconds: the start of a collective, a hundredth of this start for each rank in a domain, and a hop for each
+    further domain."""
     inside = line.inside(wires.domain)
     return wires.latency * (1 + 0.01 * inside) + wires.hop * (line.size / inside - 1)
 
 
 def gather(size: float, line: Line, wires: Wires, *, calls: float = 1) -> float:
-    """Seconds of a ring all-gather to `size` bytes, or a reduce-scatter from them, in `calls` calls. (n-1)/n of the bytes pass
-    through each rank."""
+    """Seconds of a ring all-gather whose result has `size` bytes, or of a reduce-scatter of `size` bytes, in `calls` calls. (n-1)/n of
+    the bytes pass through each rank."""
     if line.size == 1 or size == 0:
         return 0.0
     return calls * ring(line, wires) + size * (line.size - 1) / line.size / rate(line, wires)
 
 
 def reduce(size: float, line: Line, wires: Wires, *, calls: float = 1) -> float:
-    """Seconds of an all-reduce of `size` bytes: those of a reduce-scatter and an all-gather. On long lines, trees need fewer hops."""
+    """Seconds of an all-reduce of `size` bytes, which takes as long as a reduce-scatter and an all-gather. With many ranks, trees need
+    fewer hops."""
     if line.size == 1 or size == 0:
         return 0.0
     domains = line.size / line.inside(wires.domain)
@@ -128,12 +129,11 @@ def all_to_all(size: float, line: Line, wires: Wires, *, copies: int = 1, reach:
 
 
 def _others(places: float, copies: int) -> float:
-    """Mean number of other places that get a token, if its copies are distributed at random."""
+    """Mean number of places, other than the token's own, that get a token if its copies are distributed at random."""
     return (places - 1) * (1 - (1 - 1 / places) ** copies)
 
 
 def message(size: float, line: Line, wires: Wires) -> float:
-    """Seconds of a message from one rank of the line to the next. On a torus, a message uses one of the two links of one
-    dimension."""
+    """Seconds of a message from one rank of the axis to the next. On a torus, a message uses one of the two links of one dimension."""
     near = line.inside(wires.domain) == line.size
     return wires.latency + size / (wires.fast / max(1, 2 * wires.torus) if near else wires.sends(line, 1))

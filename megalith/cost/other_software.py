@@ -1,4 +1,4 @@
-"""Differences of other software from Megalith in a part: operations that are one kernel, recomputation, and the loss."""
+"""Changes to a traced part for other software than Megalith: fused kernels, recomputation, and the loss."""
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +36,7 @@ def swap_kernels(part: nn.Module, layout: Layout) -> None:
 
 
 def recompute(module: nn.Module, recorder: Recorder, layout: Layout) -> None:
-    """Give parts of a block their actions for what they keep for backward."""
+    """Apply to parts of a block the actions that decide what they keep for backward."""
     recorder.rest = layout.rest
     if layout.recompute == "full":
         apply_recompute(module, 0, blocks=1, plan=Plan(recompute="full"))
@@ -57,7 +57,7 @@ def recompute(module: nn.Module, recorder: Recorder, layout: Layout) -> None:
 
 
 def _forget_inputs(core: nn.Module, recorder: Recorder) -> None:
-    """Do not keep queries, keys and values for attention's backward: their computation runs again."""
+    """Do not keep queries, keys and values for attention's backward, which computes them again."""
     once = core.forward
 
     def forward(q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
@@ -99,8 +99,8 @@ def _has(module: nn.Module, name: str) -> bool:
 
 
 class _Softmax(torch.autograd.Function):
-    """The loss of all rows, which turns logits into probabilities in place: Megatron-LM's in fp32 (`whole`: three passes), or
-    one kernel in forward and one in backward in 16 bits."""
+    """The loss of all rows at once; logits become probabilities in place: Megatron-LM's loss in fp32 (`whole`: three passes), or a loss
+    in 16 bits with one kernel in forward and one in backward."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, whole: bool) -> Tensor:
@@ -143,12 +143,14 @@ class Copied(nn.Module):
 
 
 PACKING, UNPACKING = (108.0, 50), (40.0, 9)
-"""(Bytes moved for each number, kernels for each tensor) of plain operations that convert to 8 bits, and back."""
+"""Costs of plain operations that convert to 8 bits, and of operations that convert back: (bytes moved for each number, kernels for each
+tensor)."""
 
 
 class KeepsPacked(Packed):
-    """Products whose inputs are kept for backward in 8 bits, with a scale in fp32 for each `tile` numbers of a row (0: for a row).
-    `recorder`: of wide products, for which numbers are rounded only to be kept. Then so are the factors of the activation before."""
+    """Products whose inputs are kept for backward in 8 bits, with a scale in fp32 for each `tile` numbers of a row (0: for each row).
+    `recorder`: the recorder of bf16 products, whose inputs are rounded only to be kept. With a recorder, the factors of the activation
+    before the product are also rounded."""
 
     def __init__(self, tile: int, recorder: Recorder | None = None, *, inputs: bool = True, activations: bool = True) -> None:
         super().__init__(tile, inputs=inputs, activations=activations)
@@ -158,7 +160,7 @@ class KeepsPacked(Packed):
         return KeepsPacked(self.scaling.block[1], self.recorder, inputs=inputs, activations=activations)
 
     def packed(self, x: Tensor) -> Tensor:
-        """Return x [..., columns] as it is kept."""
+        """Return x [..., columns] in the form in which it is kept."""
         if self.recorder is not None:
             self.recorder.rounded.add(x.untyped_storage()._cdata)
         shape = x.numel() // x.shape[-1], width_of(x.shape[-1], self.scaling)
@@ -169,7 +171,7 @@ class KeepsPacked(Packed):
         return self._moving(UNPACKING, kept.new_empty(len(kept), columns, dtype=dtype))
 
     def _moving(self, cost: tuple[float, int], made: Tensor) -> Tensor:
-        """Count the operations that make a tensor."""
+        """Record the bytes and kernels of the operations that make the tensor `made`."""
         if self.recorder is not None:
             self.recorder.moved[self.recorder.phase] += cost[0] * made.numel()
             self.recorder.kernels[self.recorder.phase] += cost[1]

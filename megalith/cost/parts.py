@@ -25,7 +25,7 @@ from megalith.spec.parts import PARTS, named_in
 from megalith.spec.plan import recomputed, segment_size
 
 VERSION = 4
-"""Version of the figures. Raise it if the counting changes, so that old files become invalid."""
+"""Version of the figures. Increase this version if the counting changes, so that old files become invalid."""
 
 TRACED = (
     "models/*.py",
@@ -40,7 +40,7 @@ TRACED = (
     "cost/cores.py",
     "cost/profile.py",
 )
-"""Modules that are traced, and the code that traces them. When one of them changes, parts are traced again."""
+"""Modules that are traced, and the code that traces them. When one of these modules changes, parts are traced again."""
 
 
 class Numbers(NamedTuple):
@@ -57,7 +57,8 @@ class Segments:
     size: int
     """Blocks of a segment."""
     inside: tuple[Profile, ...]
-    """For each block, its profile while its segment runs again: with its graph, or, if nested, with its input alone."""
+    """For each block, its profile while its segment is recomputed: with the block's graph, or, in nested segments, with the block's input
+    alone."""
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity, so that results derived from it can be cached
@@ -89,7 +90,7 @@ class Parts:
 
     @cached_property
     def output(self) -> Numbers:
-        """Numbers of weights of the head, including MTP modules without their embedding."""
+        """Numbers of weights of the head, including the weights of MTP modules except their embedding."""
         if self.ahead is None:
             return Numbers(self.head.weights, self.head.expert_weights)
         each = self.ahead.weights + self.joining
@@ -104,7 +105,7 @@ class Key(NamedTuple):
     block: BlockSpec | None
     layout: Layout
     folder: str | None
-    """Cache folder of the traces, so that each folder gets all traces."""
+    """Cache folder of the traces; it is part of the key, so that traces are written to each new folder."""
 
 
 def parts(workload: Workload) -> Parts:
@@ -157,13 +158,13 @@ def _every_key(workload: Workload) -> list[Key]:
 
 
 def _once(keys: list[Key]) -> Iterable[Key]:
-    """Return each of many repeated keys once, by identity, because comparing whole specs takes long."""
+    """Return the distinct keys, compared by identity, because comparing whole specs takes long."""
     return {id(key): key for key in keys}.values()
 
 
 def _keys(workload: Workload) -> tuple[Key, Key, list[Key], Key | None, list[Key]]:
-    """Return the keys of embedding, head, each block in order, the MTP module, and, if blocks keep their graph while a
-    segment runs again, each block in that run."""
+    """Return the keys of embedding, head, each block in order, and the MTP module; and, if blocks keep their graph while a segment is
+    recomputed, the key of each block in this recomputation."""
     model, plan, folder = workload.model, workload.plan, os.environ.get(kept.CACHE)
     here, bare = workload.layout, _bare(workload.model)  # pyright: ignore[reportArgumentType]
     whole, plain = replace(here, recompute="full", actions=()), here
@@ -215,7 +216,7 @@ _bared: dict[int, tuple[ModelSpec, ModelSpec]] = {}  # by identity, of models ke
 
 
 def _bare(model: ModelSpec) -> ModelSpec:
-    """The model without values that do not affect the figures of a single part."""
+    """The model with only the values that affect the figures of single parts."""
     if id(model) not in _bared:
         head = model.head.model_copy(update={"ahead": None, "tied": False})
         bare = {"name": "", "blocks": model.blocks[:1], "head": head, "context": 0, "init_std": 0.02}
@@ -224,8 +225,8 @@ def _bare(model: ModelSpec) -> ModelSpec:
 
 
 def _seen(block: BlockSpec | None, layout: Layout) -> Layout:
-    """The layout without the values that do not affect a part (None: embedding or head), so that one trace serves all such
-    layouts."""
+    """The layout without the values that do not affect a part (None: embedding or head), so that one trace serves all layouts that differ
+    only in these values."""
     unseen: dict[str, Any] = {}
     if block is None or not isinstance(block.mlp, MoeSpec):
         unseen |= {"expert": 1, "expert_tensor": 1, "permute": True, "dispatched": 0, "returned": 0}
@@ -254,7 +255,8 @@ def _followed(key: Key) -> Profile | None:
 
 
 class _Line(NamedTuple):
-    """Two traces that define a line: a part's figures are those of `one` plus `times` the difference of `other` from `one`."""
+    """Two traces for linear extrapolation: a part's figures are the figures of `one` plus `times` the difference between `other` and
+    `one`."""
 
     one: Key
     other: Key
@@ -275,8 +277,8 @@ def _line(key: Key) -> _Line | None:
 
 
 def _chunks(key: Key) -> _Line | None:
-    """Return the traces of a head with fewer chunks of logits and an equally short last chunk. Only the number of tokens
-    affects a head, not their division into sequences or among context ranks."""
+    """Return the traces of a head with fewer chunks of logits and an equally short last chunk. Only the number of tokens affects a head,
+    not the division of tokens into sequences or among context ranks."""
     layout, head = key.layout, key.model.head
     tokens = layout.microbatch * (layout.seq_len // layout.context)
     rows = chunk_rows(head.vocab // layout.tensor, capped=head.softcap is not None)
@@ -296,7 +298,6 @@ def _chunks(key: Key) -> _Line | None:
 
 
 def _read(key: Key) -> Profile | None:
-    """Return the cached profile, if there is one."""
     found = _known.get(key)
     if found is None and (value := kept.read(_path(key))) is not None:
         found = _known[key] = Profile.from_json(value)
@@ -344,8 +345,8 @@ def _traced(keys: list[Key]) -> Generator[Profile, None, None]:
 
 
 def _cores() -> int:
-    """Return the number of processes that may be forked. Only Linux forks safely; with a GPU, a process that is forked after
-    torch ran a backward cannot run one."""
+    """Return the number of processes that may be forked. Only Linux forks safely; with a GPU, a process that is forked after torch ran a
+    backward cannot run a backward."""
     torch = sys.modules.get("torch")
     if sys.platform != "linux" or (torch is not None and torch.cuda.device_count()):
         return 1
@@ -364,7 +365,7 @@ def _helper(parent: int) -> None:
 
 @cache
 def _torch() -> str:
-    """Version of the installed PyTorch, whose operations a trace counts. It is read from disk, because importing torch takes
+    """Version of the installed PyTorch, whose operations a trace counts. The version is read from disk, because importing torch takes
     seconds."""
     return version("torch")
 

@@ -1,5 +1,5 @@
-"""Prediction of the figures that a dry run of one rank counts, from traced parts and the rank's program: bytes by category,
-calls and bytes of collectives by axis, FLOPs. Names are those of `prove.meter`. No torch unless a part must be traced."""
+"""Prediction of the figures that a dry run of one rank counts, from traced parts and the rank's program: bytes by category, calls and
+bytes of collectives by axis, FLOPs. The figures have the names that `prove.meter` uses. Imports torch only to trace parts."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -32,7 +32,7 @@ from megalith.spec.sites import outer_slots, within
 from megalith.spec.state import DISK_SLOTS
 
 KINDS = {"gather": "all-gather", "scatter": "reduce-scatter", "sum": "all-reduce", "all_to_all": "all-to-all"}
-"""Exchange of a profile -> the collective under which a dry run counts it. A ring is counted as sends and receives."""
+"""Kind of exchange in a profile -> the collective under which a dry run counts it. A ring is counted as sends and receives."""
 
 WIDE = 4
 """Bytes of a number in fp32."""
@@ -50,7 +50,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs of one rank's step by kind: masked attention scores are not counted; recomputation is."""
+    """FLOPs of one rank's step by kind: masked attention scores are not counted, but recomputation is counted."""
 
     products: float
     attention: float
@@ -69,7 +69,7 @@ class PredictedStep:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One figure: "memory.weights", "traffic.tensor.all-gather.bytes", "work.products". None: not predicted."""
+    """One compared figure, such as "memory.weights", "traffic.tensor.all-gather.bytes" or "work.products". None: not predicted."""
 
     name: str
     predicted: float | None
@@ -86,16 +86,16 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Here:
-    """A pipeline rank's program, and for each of its stages the profiles and the buckets of weights."""
+    """A pipeline rank's program, and the profiles and buckets of weights of each of its stages."""
 
     actions: tuple[Action, ...]
     stages: dict[int, tuple[Profile, ...]]
     parts: dict[int, tuple[Part, ...]]
     weights: dict[int, tuple[Numbers, ...]]
     gathered: dict[int, tuple[Numbers, ...]]
-    """Bytes of these buckets in a gather."""
+    """Bytes of the stage's buckets in a gather."""
     kept: float
-    """Bytes of rounded weights that are kept until the end of the step, for all of its gathers"""
+    """Bytes of rounded weights that are kept until the end of the step, for all gathers of the step"""
     segments: dict[int, tuple[tuple[int, ...], ...]]
     """The blocks of each segment, by their numbers in the model."""
 
@@ -116,8 +116,8 @@ def predict(workload: Workload, *, rank: int, figures: Calibration | None = None
 def held(workload: Workload, figures: Calibration | None = None) -> Memory:
     """Return the peak memory of the worst rank over the trainer's program, including memory that torch does not report.
 
-    A dry run counts the same categories. The program has the smallest representative number of microbatches. `host` and
-    `disk` only count offloaded activations, not state.
+    The result has the categories of a dry run. The program has the smallest representative number of microbatches. `host` and `disk` only
+    count offloaded activations, not state.
     """
     figures, plan = figures or calibration(), workload.plan
     few = replace(workload, global_batch=workload.representative_microbatches * plan.data * plan.microbatch)
@@ -138,8 +138,8 @@ def held(workload: Workload, figures: Calibration | None = None) -> Memory:
 
 
 def workload_of(spec: RunSpec) -> Workload:
-    """Return the workload of a step of a run by Megalith's trainer. For "local", a CPU is assumed, because these figures do
-    not depend on the kind of device."""
+    """Return the workload of a step of a run by Megalith's trainer. For cluster = "local", a CPU is assumed, because memory, traffic and
+    FLOPs do not depend on the kind of device."""
     named = spec.cluster if spec.cluster != "local" else f"cpu:{spec.plan.ranks}"
     model, train, optimizer = spec.model.build(), spec.train, spec.optimizer
     cluster, batch = clusters.load(named), within(spec).train.global_batch
@@ -188,7 +188,7 @@ def _here(workload: Workload, traced: Parts, place: int) -> _Here:
 def _away(
     workload: Workload, traced: Parts, numbers: Sequence[int | None], cut: tuple[tuple[int, ...], ...]
 ) -> tuple[OffloadedBytes, ...]:
-    """Bytes that leave the device in each part of a stage: only blocks leave, and of a segment only its first block's input."""
+    """Bytes that are offloaded in each part of a stage: only blocks are offloaded, and only the input of the first block of a segment."""
     retain, inside = workload.plan.retain, {number for run in cut for number in run[1:]}
     leaving = (None if number is None or number in inside or not retain.leaves(number) else number for number in numbers)
     blocks = (None if number is None else traced.blocks[number] for number in leaving)
@@ -202,13 +202,13 @@ def _away(
 def _program(
     schedule: str, ranks: int, microbatches: int, chunks: int, zero: int, retained: frozenset[int]
 ) -> tuple[Schedule, Program]:
-    """Return a schedule and its program, cached because a search needs few of them often."""
+    """Return a schedule and its program, cached because a search asks for the same few programs often."""
     built = build(schedule, ranks=ranks, microbatches=microbatches, chunks=chunks)
     return built, lower(built, zero, retained=retained)
 
 
 def _segments(traced: Parts, where: slice) -> tuple[tuple[int, ...], ...]:
-    """The segments of a stage with the parts `where`. Part 0 is the embedding, and part 1 is block 0."""
+    """The segments of the stage whose parts are in the slice `where`. Part 0 is the embedding, and part 1 is block 0."""
     numbers = range(len(traced.blocks) + 2)[where]
     size = traced.segments.size if traced.segments else 0
     cut = segments([0 < number <= len(traced.blocks) for number in numbers], size)
@@ -231,8 +231,8 @@ def _head(traced: Parts) -> tuple[Profile, ...]:
 
 
 def _memory(workload: Workload, traced: Parts, here: _Here, place: int, figures: Calibration) -> dict[str, float]:
-    """Return memory by the categories of a dry run: persistent state as in `cost.memory`, where the optimizer's copy of the
-    weights counts as weights; all else at the peak of the program."""
+    """Return memory by the categories of a dry run: persistent state as in `cost.memory`, where the optimizer's copy of the weights
+    counts as weights; other memory at the peak of the program."""
     plan, software_profile = workload.plan, workload.software_profile
     found = every_rank(workload, traced, figures.overheads[software_profile.overheads])[place]
     held = shares(workload, traced).held[place]
@@ -271,7 +271,7 @@ def _elsewhere(workload: Workload, traced: Parts, here: _Here, place: int) -> di
 
 
 def _waiting(workload: Workload, traced: Parts, here: _Here) -> dict[str, float]:
-    """The most bytes of activations that wait outside the device, by the tier (`plan.retain`)."""
+    """Peak bytes of offloaded activations, by the tier that holds them (`plan.retain`)."""
     points = [moment.elsewhere for moment in _moments(workload, traced, here)]
     most = {"host": max(one.size - one.disk for one in points), "disk": max(one.disk for one in points)}
     return {place: most[place] for place in workload.plan.retain.places}
@@ -293,7 +293,7 @@ Sent = tuple[str, str, int, float]
 
 
 def _exchanges(workload: Workload, here: _Here) -> Iterator[Sent]:
-    """Yield the messages that modules send inside their computation."""
+    """Yield the messages that modules send during their forward or backward."""
     for stage, times in _times(here).items():
         for profile in here.stages[stage]:
             for one in profile.exchanges:
@@ -306,7 +306,6 @@ def _exchanges(workload: Workload, here: _Here) -> Iterator[Sent]:
 
 
 def _times(here: _Here) -> dict[int, Counter[Phase]]:
-    """Return the number of times that each phase of each stage runs."""
     found: dict[int, Counter[Phase]] = {stage: Counter() for stage in here.stages}
     for action in computations(here.actions):
         found[action.stage].update(DOES[action.kind])
@@ -324,7 +323,7 @@ def _messages(workload: Workload, here: _Here) -> Iterator[Sent]:
 
 
 def _state(workload: Workload, traced: Parts, here: _Here) -> Iterator[Sent]:
-    """Yield gathers of weights and reductions of gradients, part by part, for dense weights and for experts'."""
+    """Yield gathers of weights and reductions of gradients, part by part, for dense weights and for experts' weights."""
     mesh = Mesh.of(workload.plan)
     kinds = Counter((action.kind, action.stage) for action in here.actions if action.kind in ("GATHER", "REDUCE"))
     moved = [
@@ -347,8 +346,8 @@ def _state(workload: Workload, traced: Parts, here: _Here) -> Iterator[Sent]:
 
 
 def _gathered_again(workload: Workload, traced: Parts, here: _Here, stage: int) -> tuple[Numbers, ...]:
-    """Bytes that ZeRO 3 gathers once more in each backward: those of a segment's blocks, except the last one, whose backward
-    follows at once."""
+    """Bytes that ZeRO 3 gathers once more in each backward: the weights of all blocks of a segment except the last, whose backward
+    directly follows its recomputation."""
     return tuple(gathered(workload, traced.blocks[number], number) for run in here.segments[stage] for number in run[:-1])
 
 
@@ -363,5 +362,5 @@ def _work(here: _Here) -> Work:
 
 
 def _unmasked(core: Core) -> float:
-    """FLOPs of unmasked pairs: a query attends to itself and to earlier tokens. Context ranks divide these pairs evenly."""
+    """FLOPs of unmasked pairs: a query attends to itself and to earlier tokens. Context ranks divide the unmasked pairs evenly."""
     return core.flops * (core.keys + 1) / (2 * core.keys)

@@ -1,4 +1,4 @@
-"""Prediction of a forward without backward: the prefill of long prompts. No torch unless something new must be traced."""
+"""Prediction of a forward without backward: the prefill of long prompts. Imports torch only to trace parts."""
 
 from megalith.cost import network
 from megalith.cost.constants import Calibration, calibration
@@ -15,8 +15,8 @@ from megalith.spec.numbers import PRECISIONS
 def prefill(
     workload: Workload, figures: Calibration | None = None, traced: Parts | None = None, spent: PartTimes | None = None
 ) -> Estimate:
-    """Predict the forward of all sequences, until keys and values of the last sequence exist. Only the last token's logits are
-    needed; their cost is ignored. `flops` do not count masked pairs, which are half of all pairs in long prompts."""
+    """Predict the forward of all sequences, until keys and values of the last sequence exist. Only the last token needs logits, whose
+    cost is ignored. `flops` leave out masked pairs of tokens, which are half of all pairs in long prompts."""
     figures = figures or calibration()
     traced = traced or parts(workload)
     setting = Setting.of(workload, figures)
@@ -75,8 +75,8 @@ def _cache(workload: Workload, number: int, profile: Profile) -> float:
 
 
 def _time(workload: Workload, setting: Setting, traced: Parts, spent: PartTimes) -> Time:
-    """Return the seconds by use: the first sequence passes through all pipeline ranks, and further ones follow at the pace of
-    the slowest rank."""
+    """Return the seconds by purpose: the first sequence passes through all pipeline ranks, and each further sequence adds the time of the
+    slowest rank."""
     plan, microbatches = workload.plan, workload.microbatches
     stages = [_stage(here, spent) for here in shares(workload, traced).held]
     slowest = max(stages, key=lambda stage: stage.total)
@@ -101,7 +101,6 @@ def _stage(here: RankParts, spent: PartTimes) -> SpentSeconds:
 
 
 def _flops(workload: Workload, traced: Parts) -> float:
-    """Return the FLOPs of all sequences on all ranks."""
     plan = workload.plan
     known: dict[int, float] = {}
     for block in traced.blocks:

@@ -52,7 +52,7 @@ class Core:
     v_dim: int
     window: int | None = None
     again: bool = False
-    """True for a forward that runs again in backward."""
+    """True for a forward that backward recomputes."""
 
     @property
     def forward(self) -> bool:
@@ -130,9 +130,9 @@ class Profile:
     multiplied: tuple[MultipliedWeight, ...] = ()
     """The weights on the rank that are factors of products"""
     leaves: float = 0.0
-    """Bytes of `saved` that autograd holds, which can wait outside the device (`plan.retain`)."""
+    """Bytes of `saved` that autograd holds, and that can be offloaded (`plan.retain`)."""
     leaves_for_disk: float = 0.0
-    """The bytes of these that wait on disk, if others wait in host memory."""
+    """Bytes of `leaves` that are offloaded to disk if other activations go to host memory."""
 
     def flops(self, phase: Phase | None = None) -> float:
         """FLOPs, with attention in full."""
@@ -154,8 +154,8 @@ class Profile:
         return cls(**{**value, **lists})
 
     def extrapolate(self, other: "Profile", times: int) -> "Profile | None":
-        """Extrapolate: this profile plus `times` the difference to `other`. All sequences of a microbatch cost the same, so
-        figures are linear in the microbatch. None if the two profiles do not have the same operations."""
+        """Return this profile plus `times` the difference between `other` and this profile. All sequences of a microbatch cost the same,
+        so figures are linear in the microbatch. None if the two profiles do not have the same operations."""
         try:
             return _extrapolate(self, other, times)
         except _UnlikeError:
@@ -163,7 +163,7 @@ class Profile:
 
 
 def twice(profile: Profile) -> Profile:
-    """Return the profile of a part whose forward runs once more before its backward than in `profile`."""
+    """Return the profile of a part whose backward runs the part's forward once more than in `profile`."""
 
     def more(counts: dict[Phase, Any]) -> dict[Phase, Any]:
         return {phase: count + (counts["F"] if phase == "I" else 0) for phase, count in counts.items()}
@@ -209,8 +209,7 @@ def _extrapolate(one: Any, other: Any, times: int) -> Any:
 
 @dataclass(frozen=True)
 class Layout:
-    """The properties of plan and software that affect a part's figures on a rank. Together with the part they are the key of
-    a trace."""
+    """The properties of plan and software that affect a part's figures on a rank. A layout and a part together are the key of a trace."""
 
     microbatch: int
     seq_len: int
@@ -224,13 +223,13 @@ class Layout:
     expert: int = 1
     expert_tensor: int = 1
     recompute: str = "none"
-    """`none`, `full`, or the names of the recomputed parts with commas."""
+    """`none`, `full`, or the names of the recomputed parts, separated by commas."""
     actions: tuple[tuple[str, Action], ...] = ()
-    """Other actions for what named parts keep (`Plan.actions`)."""
+    """Actions of named parts for the tensors that they keep, except recomputation (`Plan.actions`)."""
     rounded_tile: int = 128
-    """Numbers that share a scale where an action keeps them in 8 bits."""
+    """How many numbers share a scale if an action keeps tensors in 8 bits."""
     rest: Place = "host"
-    """The place where tensors of no named part wait, if some leave the device."""
+    """The place to which the tensors of unnamed parts are offloaded, if some tensors are offloaded."""
     attention: Literal["fused", "plain"] = "fused"
     regather: bool = False
     """Split products like Megatron-LM: save a share of the input and gather it again for the weight gradients (Korthikanti et al.
@@ -254,8 +253,8 @@ class Layout:
     packed: tuple[str, ...] = ()
     """Layers whose inputs are kept for backward in 8 bits, by name within the block"""
     packed_tile: int = 0
-    """How many numbers of a row of these inputs share a scale; 0: all"""
+    """How many numbers of a row of packed inputs share a scale; 0: the whole row."""
     packed_activations: bool = False
-    """True if these layers' activations keep their factors in 8 bits, too."""
+    """True if the activations of `packed` layers also keep their factors in 8 bits."""
     low_precision_kept: bool = False
-    """True if two more tensors are kept in fewer bits: `workload.SoftwareProfile.low_precision_kept`."""
+    """True if experts' activations and attention's output are also kept in fewer bits: `workload.SoftwareProfile.low_precision_kept`."""

@@ -39,7 +39,7 @@ SENT = frozenset(
     {"allreduce_", "_allgather_base_", "allgather_", "_reduce_scatter_base_", "reduce_scatter_", "alltoall_base_", "alltoall_", "send",
      "recv_", "broadcast_"}
 )  # fmt: skip
-"""torch's collectives and messages. A trace has no other ranks to send to."""
+"""torch's collectives and messages. A trace cannot send, because it has no other ranks."""
 
 WHOLE = frozenset({"add", "sub", "mul", "neg", "cumsum", "floor_divide"})
 """Elementwise operations whose result is an integer if all inputs are integers."""
@@ -85,7 +85,7 @@ class Recorder(TorchDispatchMode):
         self._packed: Counter[int] = Counter()
         self._places: dict[int, Place] = {}
         self.rest: Place = "host"
-        """The place for what no named part of a block keeps"""
+        """The place for tensors that no named part of a block keeps"""
         self._inner: set[int] = set()
         self.rounded: set[int] = set()
         """Storages that were kept in 8 bits"""
@@ -94,7 +94,7 @@ class Recorder(TorchDispatchMode):
         self.rides = False
 
     def know(self, module: nn.Module) -> None:
-        """Record which storages are weights, and which of these are experts' weights."""
+        """Record which storages are weights, and which weights are experts' weights."""
         for name, parameter in module.named_parameters():
             key = parameter.untyped_storage()._cdata
             self.parameters[key] = ".experts." in f".{name}"
@@ -137,8 +137,8 @@ class Recorder(TorchDispatchMode):
         self.routed[self.phase] += self.region == "router"
 
     def _accumulated(self, name: str, inputs: list[Tensor]) -> bool:
-        """True for the sum of two products' results, if the software computes all products of one input as one, or adds
-        inside them."""
+        """True for the sum of two products' results, if the software computes all products of one input as one product, or adds their
+        results inside the products."""
         if not self.merged or name != "add" or len(inputs) != 2 or self.phase != "I":
             return False
         return all(tensor.untyped_storage()._cdata in self._results for tensor in inputs)
@@ -208,8 +208,8 @@ class Recorder(TorchDispatchMode):
         return key in self._packed or key not in self.rounded
 
     def packed_bytes(self, x: Tensor, place: Place) -> int:
-        """Return the bytes that autograd keeps for backward in a place outside the device, with those of the input `x`, which are not
-        counted among the living."""
+        """Return the bytes that autograd keeps for backward at `place`, outside the device; this includes the input `x`, which is not
+        counted among live tensors."""
         leaving = {key for key in self._packed if self._places[key] == place}
         return sum(self._held.get(key, 0) for key in leaving) + (bytes_of(x) if x.untyped_storage()._cdata in leaving else 0)
 

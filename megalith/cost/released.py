@@ -1,5 +1,5 @@
-"""Bytes of gradients that are released inside the backward (`plan.state.release`): of one part, and in buffers of messages. No
-torch."""
+"""Bytes of gradients that are released inside the backward (`plan.state.release`): the gradients of one part, and gradients in message
+buffers. No torch."""
 
 from megalith.cost.workload import Workload
 from megalith.spec.numbers import PRECISIONS
@@ -7,14 +7,14 @@ from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.state import MASTER
 
 SHARES = 3
-"""Number of reduced shares of parts in memory at once: of the part under reduction, and of the two before it."""
+"""Number of parts whose reduced shares are in memory at once: the part under reduction, and the two parts before it."""
 TOGETHER = 2
 """Number of buffers that exist at once, each with a part's gradients joined for a reduction."""
 
 
 def can_be(workload: Workload) -> bool:
-    """Return True if gradients can be released with the optimizer's state on disk, and doing so saves memory. `megalith
-    check` has the same rules, and further ones for run files."""
+    """Return True if gradients can be released with the optimizer's state on disk, and doing so saves memory. `megalith check` applies
+    the same rules, and further rules to run files."""
     narrow = PRECISIONS[workload.format].compute.name != MASTER.number
     by_element = OPTIMIZERS[workload.optimizer].unit == "element"
     return narrow and by_element and workload.microbatches == 1 and not workload.halved and not workload.watched
@@ -32,8 +32,8 @@ def in_transit(workload: Workload, largest: float) -> float:
 
 
 def waiting(workload: Workload, embedding: float, *, first: bool, last: bool) -> float:
-    """Return the bytes of a tied embedding's gradient. After the head's backward, this gradient waits for that of the
-    embedding: in full if both ends are on this rank, else as a reduced share. `embedding`: number of the embedding's
+    """Return the bytes of a tied embedding's gradient. After the head's backward, the head's half of this gradient waits for the
+    embedding's half: unsharded if both ends are on this rank, otherwise as a reduced share. `embedding`: number of the embedding's
     elements."""
     if not workload.model.head.tied or not last:
         return 0.0

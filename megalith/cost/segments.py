@@ -13,8 +13,8 @@ def decided(workload: Workload) -> Workload:
     """Return the workload with `segments:auto` replaced by the size that needs the least memory. Other workloads are returned
     unchanged.
 
-    A segment of K blocks keeps one input for K blocks, and all of K blocks while it runs again (Chen et al. 2016, section
-    4.3). The best K therefore depends on the traced bytes of an input and of a block, and on the schedule's microbatches in
+    A segment of K blocks keeps one input for K blocks, and the activations of all K blocks while it is recomputed (Chen et al. 2016,
+    section 4.3). The best K therefore depends on the traced bytes of an input and of a block, and on the schedule's microbatches in
     flight. Of equally good sizes, the smallest is chosen.
     """
     plan = workload.plan

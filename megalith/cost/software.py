@@ -22,21 +22,21 @@ COMPILED_2024 = replace(EAGER_2023, overheads="compiled")
 
 MEGATRON_DEEPSPEED = replace(PLAIN_2021, microbatch_gradient_bytes=2, keeps_outputs=True)
 """BLOOM's. DeepSpeed adds the gradients of a microbatch, in bf16, to sums in fp32, and clears them only before the next backward
-(runtime/bf16_optimizer.py and runtime/pipe/engine.py, `update_hp_grads(clear_lp_grads=False)`). Its pipeline drops a stage's output
-after the backward of the microbatch (`pipe_buffers["outputs"]`)."""
+(runtime/bf16_optimizer.py and runtime/pipe/engine.py, `update_hp_grads(clear_lp_grads=False)`). DeepSpeed's pipeline drops a stage's
+output after the backward of the microbatch (`pipe_buffers["outputs"]`)."""
 
 META_2023 = replace(EAGER_2023, flash=1)
-"""LLaMA's: xformers' attention of the first generation; activations that are expensive to recompute are kept (arXiv:2302.13971,
-section 2.4)."""
+"""The software of LLaMA: xformers' attention of the first generation; activations that are expensive to recompute are kept
+(arXiv:2302.13971, section 2.4)."""
 
 META_2024 = SoftwareProfile(overlap_tensor=False, reduces="run")
-"""Llama 3's software. Its paper says which communication it hides: that of ZeRO and the messages between stages. Tensor
-parallelism's is not mentioned, and the gathering of keys and values is said to be exposed (section 3.3.2). Gradients are added up in fp32
-over microbatches, and then reduced."""
+"""Llama 3's software. Llama 3's paper says that communication of ZeRO and messages between stages are hidden. The paper does not mention
+the communication of tensor parallelism, and says that gathers of keys and values are exposed (section 3.3.2). Gradients are added up in
+fp32 over microbatches, and then reduced."""
 
 HAI_LLM_V2 = replace(EAGER_2023, grouped=True, deduplicated=True)
-"""DeepSeek-V2's. The experts' products are fused (arXiv:2405.04434, section 3.1.3), and a token is sent once to each device that has
-some of its experts (section 2.2.3). It hides the all-to-all behind the shared experts, which is not modelled."""
+"""DeepSeek-V2's. The experts' products are fused (arXiv:2405.04434, section 3.1.3), and a token is sent once to each device that has some
+of its experts (section 2.2.3). DeepSeek-V2's software hides the all-to-all behind the shared experts, which is not modelled."""
 
 HAI_LLM_V3 = SoftwareProfile(overlap_expert=True, senders=20, moment_bytes=4, low_precision_kept=True)
 """DeepSeek-V3's. DualPipe hides the experts' exchange behind the other direction's computation (arXiv:2412.19437, section 3.2.1), with 20

@@ -18,7 +18,7 @@ TILE = (128, 128)
 """Rows and columns of the tile of a product that one processor computes at a time, in usual large kernels."""
 
 FLASH = {1: 0.5, 2: 1.0}
-"""Efficiency of each generation of fused attention, relative to the second."""
+"""Efficiency of each generation of fused attention, relative to the second generation."""
 
 GPUS = ("NVIDIA", "AMD")
 """Vendors of devices with compiled kernels of fused attention."""
@@ -27,8 +27,9 @@ CHANNELS = (32, 64, 96, 128, 192, 256)
 """Channels of a head for which fused attention is compiled on GPUs (FlashAttention, csrc/flash_attn/src/static_switch.h)."""
 
 CONVERSION = {"none": 0.0, "tensor": 6.0, "block": 4.0}
-"""Bytes moved to convert one number of a factor, by the unit that shares a scale. With one scale per tensor, a number is read
-twice, for the maximum and for the conversion; with blocks, once. The result is written twice, once for each direction."""
+"""Bytes moved to convert one number of a factor, by the unit that shares a scale. With one scale per tensor, a number is read twice: for
+the maximum, and for the conversion; with blocks, a number is read once. The converted number is written twice: for products along rows,
+and for products along columns."""
 
 UNFUSED = 72 - 31
 """Number of kernels that fusing a router's arithmetic saves (Megatron-LM, docs/discussions/deepseek-v3-gb200-optimization,
@@ -37,7 +38,7 @@ UNFUSED = 72 - 31
 
 @dataclass(frozen=True)
 class SpentSeconds:
-    """Seconds of one phase, by use. For collectives: the exposed seconds."""
+    """Seconds of one phase, by purpose. For collectives: the exposed seconds."""
 
     products: float = 0.0
     attention: float = 0.0
@@ -102,8 +103,8 @@ class Setting:
 
 
 def product_seconds(product: Product, setting: Setting, format: str, *, rate: float = 1.0) -> float:
-    """Return the seconds of one product: of its arithmetic at the rate that its shape allows, or of its bytes, whichever is
-    longer. `rate`: rate of large products, relative to the device's usual one.
+    """Return the seconds of one product: the longer of the time for its arithmetic, at the rate that its shape allows, and the time for
+    its bytes. `rate`: rate of large products, relative to the device's usual rate.
 
     The last wave of tiles leaves processors idle, and a short inner dimension does not fill their pipelines; filling takes a
     constant time, so a faster format needs a longer inner dimension.
@@ -126,9 +127,9 @@ def product_seconds(product: Product, setting: Setting, format: str, *, rate: fl
 
 
 def _converted(products: list[Product], format: str, phase: Phase) -> list[tuple[Product, int]]:
-    """Return the conversions to a narrow format: a product that reads the converted factor, and the number of conversions.
-    One conversion of an activation serves all its products in forward and for weight gradients; every gradient needs its
-    own."""
+    """Return the conversions to a narrow format: for each converted factor, a product that reads it, and the number of conversions.
+    One conversion of an activation serves all its products in forward and for weight gradients; every gradient needs a conversion of
+    its own."""
     if PRECISIONS[format].factors.scale == "none" or phase == "W":
         return []
     weighted = [product for product in products if product.weight]
@@ -138,7 +139,8 @@ def _converted(products: list[Product], format: str, phase: Phase) -> list[tuple
 
 
 def multiplying(products: list[Product], setting: Setting, format: str, ways: Ways | None) -> float:
-    """Return the seconds of products. `ways`: given for a block with narrow layers in Megalith's trainer."""
+    """Return the seconds of products. `ways`: how Megalith's trainer computes the products of a block with narrow layers; None for other
+    blocks and software."""
     if ways is None:
         return sum(product_seconds(product, setting, format) for product in products)
     each = ways.computed(products)
@@ -178,13 +180,13 @@ def _compiled(core: Core, *, ours: bool) -> Core:
 
 
 def core_flops(core: Core, *, causal_half: bool = True) -> float:
-    """Return the equivalent FLOPs at a kernel's full rate. They are more than the real ones, because blocks on the diagonal
-    are computed whole and short sequences occupy few processors."""
+    """Return the equivalent FLOPs at a kernel's full rate. These FLOPs exceed the real FLOPs, because blocks on the diagonal are computed
+    whole and short sequences occupy few processors."""
     return core.flops * (0.5 if causal_half else 1.0) * (core.queries + 256) / core.queries
 
 
 def line(axis: str, workload: Workload) -> Line:
-    """The line of ranks of an axis, in the numbering of `mesh.py`."""
+    """The ranks of an axis, in the numbering of `mesh.py`."""
     plan = workload.plan
     strides = {
         "tensor": (plan.tensor, 1),
@@ -238,7 +240,7 @@ def spend(
     router: RouterSpec | None = None,
     ways: Ways | None = None,
 ) -> SpentSeconds:
-    """Return the seconds of successive phases of a part. `ways`: its products, if some of its layers are narrow."""
+    """Return the seconds of successive phases of a part. `ways`: how the part's products are computed if some of its layers are narrow."""
     device = SpentSeconds()
     for phase in phases:
         device = device + _on_device(profile, phase, setting, format, router, ways)
@@ -254,11 +256,11 @@ def _lag(
     router: RouterSpec | None,
     ways: Ways | None,
 ) -> float:
-    """Return the seconds that the device waits for the host. The host works ahead, so the slower of the two counts.
+    """Return the seconds that the device waits for the host. The host works ahead, so only the slower of host and device counts.
 
-    In the forward of a layer of experts, the host cannot work ahead: it waits until the device knows how many tokens arrived,
-    and only then launches the experts' kernels. Earlier work of the device does not hide these launches. Backward reuses the
-    numbers from forward.
+    In the forward of a layer of experts, the host cannot work ahead: it waits until the device knows how many tokens arrived, and only
+    then launches the experts' kernels. Earlier work of the device does not hide these launches. Backward reuses the numbers of tokens
+    from forward.
     """
     software_profile = setting.workload.software_profile
     around, inside = (setting.slower * seconds for seconds in _started(profile, phases, setting, format, ways))
@@ -345,7 +347,7 @@ def _started(
 
 @dataclass
 class _Starts:
-    """Launches by a host: operations, and further kernels within them."""
+    """Launches by a host: operations, and further kernels of these operations."""
 
     operations: float = 0
     launches: float = 0
@@ -355,8 +357,8 @@ class _Starts:
 
 
 def _unfused(profile: Profile, phase: Phase) -> int:
-    """Number of additional kernels of a router of torch's operations, compared with a fused router: UNFUSED (72 - 31) in
-    forward; in backward, the number of kernels of the traced router."""
+    """Number of kernels that a router made of torch's operations launches in addition to the kernels of a fused router: UNFUSED (72 - 31)
+    in forward; in backward, in proportion to the traced router's kernels."""
     return round(UNFUSED * profile.routed[phase] / profile.routed["F"]) if profile.routed["F"] else 0
 
 

@@ -30,9 +30,9 @@ from megalith.spec.model import AttentionSpec, BlockSpec, MambaSpec, ModelSpec
 
 
 def _note_recurrence(recorder: Recorder, mamba: MambaSpec) -> NoteRecurrence:
-    """The products of section 6 of Mamba-2's paper, and the bytes between its kernels: of the convolution, of the states that
-    pass from chunk to chunk, and of the norm. Backward computes the chunks' scores and states again, and twice the products of
-    forward.
+    """Record the products of section 6 of Mamba-2's paper, and the bytes that its kernels write for each other: of the convolution, of
+    the states that pass from chunk to chunk, and of the norm. Backward recomputes the chunks' scores and states, and computes twice the
+    products of forward.
     """
     channels, state, chunk = mamba.head_dim, mamba.state, mamba.chunk
 

@@ -1,5 +1,5 @@
-"""Additional cost of an update, apart from one pass over the state: moments of another rule, whole matrices, and their
-messages. No torch."""
+"""Additional cost of an update, compared with one pass over the state: moments of another update rule, updates of whole matrices, and
+messages for these matrices. No torch."""
 
 from functools import lru_cache
 from math import inf
@@ -25,19 +25,19 @@ WIDTH = 2
 WIDE_BYTES = 4
 """Bytes of a number in fp32."""
 ROUNDING = {"fp8": 33, "bf16": 15, "int16": 12, "int8": 23}
-"""Kept format -> peak bytes of temporary tensors for the rounding of one number: of moments (`kernels.moments`), and of lower
-halves of master weights (`kernels.halves`)."""
+"""Stored format -> peak bytes of temporary tensors while one number is rounded to it: a moment (`kernels.moments`), or the lower half of
+a master weight (`kernels.halves`)."""
 JOINING = 12
 """Bytes of the fp32 number into which two halves are joined, and of the temporary tensors for it."""
 ITERATIONS = 5
-"""Default steps of the iteration."""
+"""Default number of steps of the iteration that orthogonalises a matrix."""
 
 
 class Matrices(NamedTuple):
     """The matrices of a block that an update needs whole."""
 
     numbers: int
-    """The number of their elements."""
+    """The number of elements of the matrices."""
     work: float
     """FLOPs of the iteration on all these matrices."""
     largest: tuple[int, int]
@@ -59,15 +59,15 @@ def _kept_matrices(block: BlockSpec, dim: int) -> Matrices:
 
 
 def work(rows: int, columns: int) -> float:
-    """Return the FLOPs of the iteration on one matrix: each step has two products that involve its long side, and one of
+    """Return the FLOPs of the iteration on one matrix: each step has two products that involve its long side, and one product of its
     short sides only."""
     least, most = sorted((rows, columns))
     return ITERATIONS * (4.0 * least * least * most + 2.0 * least**3)
 
 
 def rest_bytes(workload: Workload, parts: "Parts", here: "RankParts") -> float:
-    """Return the bytes on one rank in addition to the optimizer's usual slots: for parameters that another rule updates, and
-    for small parameters whose moments stay in fp32."""
+    """Return the bytes on one rank in addition to the optimizer's usual state: for parameters that another rule updates, and for small
+    parameters whose moments stay in fp32."""
     one_rule = OPTIMIZERS[workload.optimizer].rest is None and workload.moments.number == "fp32"
     if one_rule or workload.frozen or workload.software_profile.moment_bytes is not None:
         return 0.0
@@ -84,7 +84,7 @@ def rest_bytes(workload: Workload, parts: "Parts", here: "RankParts") -> float:
 
 
 def _beyond(parameter: Parameter, workload: Workload) -> float:
-    """Additional bytes for each element of a parameter, compared with the optimizer's usual slots."""
+    """Additional bytes for each element of a parameter, compared with the optimizer's usual state."""
     optimizer = _optimizer(workload.optimizer, workload.moments)
     return bytes_each(treatment(parameter, optimizer, Growth()).slots) - bytes_each(slots_of(optimizer))
 
@@ -101,7 +101,7 @@ def _beyond_block(block: BlockSpec, dim: int, kind: str, moments: Moments) -> fl
 
 @lru_cache(maxsize=1024)
 def _kept_beyond(block: BlockSpec, dim: int, kind: str, moments: Moments) -> float:
-    """Additional bytes for all elements of a block, compared with the optimizer's usual slots."""
+    """Additional bytes for all elements of a block, compared with the optimizer's usual state."""
     optimizer = _optimizer(kind, moments)
     each = block_parameters(block, dim)
     own = sum(one.numel * bytes_each(treatment(one, optimizer, Growth()).slots) for one in each)

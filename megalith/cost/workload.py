@@ -42,18 +42,19 @@ class SoftwareProfile:
     moment_bytes: float | None = None
     """Bytes that the optimizer keeps for a parameter, without its copy of the weight; None: as in the optimizer's row."""
     master_bytes: float = bytes_each([MASTER])
-    """Bytes of the optimizer's own copy of a parameter: 2 where it keeps only what bf16 leaves out (Apex's distributed Adam)."""
+    """Bytes of the optimizer's own copy of a parameter: 2 if the optimizer keeps only the bits that bf16 leaves out (Apex's distributed
+    Adam)."""
     microbatch_gradient_bytes: float = 0.0
-    """Bytes of a microbatch's own gradient for each parameter, which stays beside the sums of gradients until the next backward."""
+    """Bytes per parameter of a microbatch's own gradients, which are kept beside the accumulated gradients until the next backward."""
     update_bytes: float = 0.0
     """Bytes of the temporary tensors of an update, for each parameter that a rank updates."""
     loss: Literal["copied", "whole", "fused", "chunked"] = "fused"
-    """Memory of the loss. Logits of all tokens at once: in fp32 with copies (`copied`: torch), in fp32 in place (`whole`:
-    Megatron-LM), or in 16 bits, overwritten by their gradient (`fused`). Logits of a few rows at a time: `chunked`
-    (Megalith)."""
+    """Memory of the loss. If logits of all tokens exist at once, they are in fp32 with copies (`copied`: torch), in fp32 in place
+    (`whole`: Megatron-LM), or in 16 bits, overwritten by their gradient (`fused`). If only the logits of a few rows exist at a time:
+    `chunked` (Megalith)."""
     gathers: Literal["block", "module", "rank"] = "block"
-    """Unit that ZeRO 3 gathers at a time: `block`, with the next block in advance, or `module` (DeepSpeed). `rank`, for ZeRO 1:
-    before the next step, the ranks broadcast their updated weights one after the other (InternEvo)."""
+    """The unit of weights that ZeRO 3 gathers at a time: `block`, which prefetches the next block, or `module` (DeepSpeed). `rank` is for
+    ZeRO 1: before the next step, the ranks broadcast their updated weights one after the other (InternEvo)."""
     reduces: Literal["microbatch", "run"] = "microbatch"
     """When ZeRO 2 reduces a stage's gradients: after each microbatch, or after each run of successive microbatches of the
     stage, during which gradients stay whole (Llama 3)."""
@@ -66,7 +67,7 @@ class SoftwareProfile:
     senders: int = 0
     """Number of a device's processors (SMs) that only send and receive tokens."""
     deduplicated: bool = True
-    """True if a token for several experts of one rank or node is sent there once (DeepEP, HybridEP)."""
+    """True if a token for several experts of one rank or node is sent only once to this rank or node (DeepEP, HybridEP)."""
     permute: bool = True
     """True if one kernel sorts rows by expert."""
     rotary: bool = True
@@ -75,7 +76,7 @@ class SoftwareProfile:
     """True if the products of all experts are one kernel; False: one kernel for each expert, launched in turn (Transformer
     Engine's grouped linear)."""
     router: Literal["fused", "plain"] = "fused"
-    """`fused`: few kernels for the router's arithmetic; `plain`: one of torch's operations for each step of it."""
+    """`fused`: few kernels compute the router's arithmetic; `plain`: each step of this arithmetic is one torch operation."""
     quantise_kernels: int = 0
     """Additional kernels to convert one tensor to a format with scales of blocks: they zero the scales, and reorder them for
     products."""
@@ -85,7 +86,7 @@ class SoftwareProfile:
     """True if the host waits in each expert layer for the number of arriving tokens. The host need not wait if each expert takes
     a fixed number of tokens."""
     causal_half: bool = True
-    """The attention kernel skips what the causal mask hides."""
+    """True if the attention kernel skips scores that the causal mask hides."""
     keeps_outputs: bool = False
     """A stage's output stays on its rank until the backward of its microbatch, although it was sent."""
     low_precision_kept: bool = False
@@ -102,12 +103,12 @@ EXPERTS = "mlp.experts"
 """The name of a block's experts, as a layer."""
 
 USUAL = PrecisionSpec()
-"""The choices of a run that makes none."""
+"""The `[precision]` of a run that sets none of its keys."""
 
 
 class Narrow(NamedTuple):
-    """The narrow precision of Megalith's trainer, or bf16 with choices that keep inputs of products in 8 bits.
-    `Workload.format` is the format of everything else."""
+    """The narrow precision of Megalith's trainer, or bf16 with choices that keep inputs of products in 8 bits. All other tensors have the
+    format `Workload.format`."""
 
     precision: str
     """A name from PRECISIONS."""
@@ -116,7 +117,7 @@ class Narrow(NamedTuple):
 
     @property
     def tile(self) -> int:
-        """How many numbers along each dim share a scale; 0: all of a row."""
+        """How many numbers along each dim share a scale; 0: all numbers of a row."""
         return tile_of(self.choices, self.precision) or packed_tile(self.choices, self.precision)
 
     def layers(self, model: ModelSpec) -> tuple[tuple[str, ...], ...]:
@@ -147,7 +148,8 @@ _layers: dict[tuple[int, Narrow], tuple[ModelSpec, tuple[tuple[str, ...], ...]]]
 
 
 def computed(precision: str, choices: PrecisionSpec) -> tuple[str, Narrow | None]:
-    """Return the format that this project's trainer computes in, and what is narrower, for a run's precision and its choices."""
+    """Return the compute format of this project's trainer for a run's precision and choices, and the narrower formats that it uses (None:
+    none)."""
     if packs(choices, precision) or (choices.tile and precision == BF16.name):
         return precision, Narrow(precision, choices)
     if not is_narrow(precision):
@@ -195,8 +197,8 @@ class Workload:
 
     @property
     def reductions(self) -> int:
-        """Number of times in a step that ZeRO 2 reduces a stage's gradients. Under an interleaved schedule, a run of
-        successive microbatches of a stage has one for each pipeline rank."""
+        """Number of times in a step that ZeRO 2 reduces a stage's gradients. Under an interleaved schedule, a stage computes successive
+        microbatches in runs, with one microbatch for each pipeline rank."""
         if self.software_profile.reduces == "microbatch":
             return self.microbatches
         return 1 if self.plan.chunks == 1 else -(-self.microbatches // self.plan.pipeline)
@@ -253,7 +255,7 @@ class Workload:
 
     @property
     def watched(self) -> bool:
-        """True if the run sometimes compares gradients with those of wide products (`precision.watch_every`), which takes a
+        """True if the run sometimes compares gradients with the gradients of wide products (`precision.watch_every`), which takes a
         second copy of the gradients."""
         return self.narrow is not None and is_narrow(self.narrow.precision) and self.narrow.choices.watch_every > 0
 

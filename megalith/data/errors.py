@@ -22,7 +22,7 @@ class DataError(ValueError):
 
 
 class AwayDataError(DataError):
-    """Prepared data is unreachable, but may be intact. A run that has read it before waits until `path` is back."""
+    """Prepared data is unreachable, but may be intact. A run that has already read this data waits until `path` is back."""
 
     def __init__(self, path: Path, reason: str, way_out: str = "") -> None:
         super().__init__(reason, way_out)

@@ -1,4 +1,4 @@
-"""The files of a source: selects the files to read, gives reasons for the others, and opens files.
+"""The files of a source: selects the files to read, gives reasons why other files are not read, and opens files.
 
 A folder's files are found in the order of their names. Hidden entries, links and special files are skipped silently. Binary files, and
 files with the same bytes as an earlier one, are counted and named but not read.
@@ -96,7 +96,7 @@ def _nothing_read(found: SourceFiles) -> DataError:
 
 
 def files(root: Path, reading: Reading) -> Iterator[Path]:
-    """Yield the regular files of a source in order, including binary ones. A source that is a file yields this file."""
+    """Yield the regular files of a source in order, including binary ones. If the source is a file, yield this file."""
     if root.is_dir():
         yield from (path for path, reason in _walk(root, reading) if not reason)
     else:
@@ -131,7 +131,7 @@ def _reason(path: Path, reading: Reading) -> str:
 
 def _refuse_unlisted(error: OSError) -> None:
     raise DataError(
-        f"The folder {error.filename} cannot be listed: {error.strerror}", "Make it readable, or move it away."
+        f"The folder {error.filename} cannot be listed: {error.strerror}", "Make the folder readable, or move it away."
     ) from error
 
 
@@ -142,7 +142,8 @@ def refuse_special(path: Path) -> None:
         return
     what = "a pipe, as the shell's <(...) is" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
     raise DataError(
-        f"The source {str(path)!r} is {what}; only files and folders can be sources, because each is read twice, once for its digest",
+        f"The source {str(path)!r} is {what}; only files and folders can be sources, because each source is read twice, once "
+        "for its digest",
         "Write the text to a file, such as text.jsonl, and name that file.",
     )
 
@@ -153,7 +154,7 @@ def is_binary(path: Path, head: bytes) -> bool:
 
 
 def is_named_binary(path: Path) -> bool:
-    """True if a file's ending is that of a binary format, compressed or not."""
+    """True if a file's ending belongs to a binary format, compressed or not."""
     return path.name.lower().removesuffix(ending(path, COMPRESSED)).endswith(_BINARY)
 
 
@@ -225,7 +226,7 @@ def opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     except Exception as error:  # five libraries unpack, with no common error
         if not _is_damage(error):
             raise
-        raise DataError(f"{path} cannot be unpacked: {error}. Copy or download it again.") from error
+        raise DataError(f"{path} cannot be unpacked: {error}. Copy or download the file again.") from error
 
 
 def _unpacked(raw: IO[bytes], path: Path) -> IO[bytes]:
@@ -247,7 +248,9 @@ def _zstandard(raw: IO[bytes], path: Path) -> IO[bytes]:
             return importlib.import_module(module).open(raw, "rb")
         except ImportError:
             continue
-    raise DataError(f"{path} needs Python 3.14 or the package zstandard to unpack. Install it, or pack the file as .xz or .gz.")
+    raise DataError(
+        f"{path} needs Python 3.14 or the package zstandard to unpack. Install zstandard, or compress the file as .xz or .gz."
+    )
 
 
 def _is_damage(error: Exception) -> bool:
@@ -257,5 +260,5 @@ def _is_damage(error: Exception) -> bool:
 
 
 def ending(path: Path, endings: tuple[str, ...]) -> str:
-    """Return which of these endings a file's name has, or ""."""
+    """Return the first of `endings` with which a file's name ends, or ""."""
     return next((one for one in endings if path.name.endswith(one)), "")

@@ -78,7 +78,7 @@ def _describe(reader: SplitReader, split: Split, tokenizer: Tokenizer, samples: 
 def verify(folder: Path | str, *, progress: bool = False) -> Manifest:
     """Read every shard again and compare its sha256 with the manifest's. Raises DataError that names every file that differs.
 
-    Then the checksum files (.sum) are compared with the verified shards; missing ones are written.
+    Then the checksum files (.sum) are compared with the verified shards; missing checksum files are written.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
@@ -100,7 +100,8 @@ def verify(folder: Path | str, *, progress: bool = False) -> Manifest:
         if shard.file not in problems and not _has_right_sums(folder, shard):
             name = sums_file(shard)
             problems[name] = (
-                f"{folder / name} does not match its shard. Remove it; the next `megalith data verify` writes it again."
+                f"{folder / name} does not match its shard. Remove the checksum file; the next `megalith data verify` writes "
+                "it again."
             )
     if problems:
         raise DataError.of(list(problems.values()), title=f"{folder} has changed since it was prepared")

@@ -1,7 +1,7 @@
 """Manifest of a prepared folder: `manifest.json`, which is written last, and checks of the folder against it.
 
-Equal sources, tokenizer and options give a manifest equal byte for byte: it contains no time, machine name or path. So its digest
-identifies the data that a run saw.
+Equal sources, tokenizer and options give a manifest equal byte for byte: it contains no time, machine name or path. The manifest's digest
+therefore identifies the data that a run saw.
 """
 
 import hashlib
@@ -55,7 +55,7 @@ class Options(Spec):
 
     reading: Reading = DEFAULT_READING
     shard_tokens: PositiveInt = Field(
-        default=100_000_000, description="a shard is closed before the document that would exceed this"
+        default=100_000_000, description="largest number of tokens in a shard; a document that does not fit begins a new shard"
     )
     validation: NonNegativeFloat = Field(default=0.01, lt=1.0, description="share of each domain's documents that is held out")
     seed: NonNegativeInt = Field(default=0, description="chooses the held-out documents")
@@ -78,8 +78,8 @@ class SkippedFiles(Spec):
 
 
 class SourceRecord(Spec):
-    """One source at the time of reading: its last path component, number of files, bytes on disk, a digest over all files (including unread
-    ones), and the files left out. If none was left out, the manifest has no key `left_out`, as in earlier versions."""
+    """One source at the time of reading: its last path component, number of files, bytes on disk, a digest over all files (including
+    unread ones), and the files left out. If no file was left out, the manifest has no key `left_out`, as in earlier versions."""
 
     domain: str
     name: str
@@ -158,14 +158,15 @@ class Manifest(Spec):
 
     @property
     def sha256(self) -> str:
-        """Digest of the manifest. It covers all data, because the manifest contains the shards' digests."""
+        """Digest of the manifest. The sha256 covers all data, because the manifest contains the shards' digests."""
         return hashlib.sha256(self.text().encode()).hexdigest()
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a prepared folder. Raises AwayDataError if it is missing, and DataError if this version cannot read it."""
+    """Read the manifest of a prepared folder. Raises AwayDataError if the manifest is missing, and DataError if this version cannot read
+    it."""
     path = folder / FILE
-    again = "Prepare it with `megalith data prepare`."
+    again = "Prepare the data with `megalith data prepare`."
     if not path.is_file():
         what = (
             "has no manifest.json: it is not prepared data, or its preparation was interrupted"
@@ -211,8 +212,8 @@ def _wrong_sizes(folder: Path, manifest: Manifest) -> dict[str, str]:
 
 def check_copies(folder: Path, manifest: Manifest | None, copies: Sequence[Path]) -> None:
     """Check by their manifests that all copies hold the data of `manifest` (None: any prepared data). Raises DataError that names each
-    other copy."""
-    way_out = "Copy the whole folder, or remove it from data.copies."
+    copy with other data."""
+    way_out = "Copy the whole folder, or remove the copy from data.copies."
     problems: list[DataError] = []
     for copy in copies:
         try:
@@ -234,7 +235,8 @@ def tokenizer_fingerprint(definition: dict[str, Any], end_of_text: int) -> str:
 
 
 def check_tokenizer(folder: Path, manifest: Manifest) -> None:
-    """Check that the folder's tokenizer.json is the one that encoded its tokens. Raises DataError if it is missing or differs."""
+    """Check that the folder's tokenizer.json is the one that encoded its tokens. Raises DataError if tokenizer.json is missing or
+    differs."""
     path = folder / TOKENIZER_FILE
     mend = "Restore the right tokenizer.json, or prepare the data again."
     try:

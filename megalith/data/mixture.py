@@ -1,9 +1,9 @@
-"""The domain of each sample: a fixed sequence in which, at any point, each domain has had its share.
+"""The domain of each sample: a fixed sequence in which each domain has received its share at every point.
 
-Shares are rounded to multiples of 1/65,536, so the sequence has a period of at most 65,536 samples. After any number n of samples, a domain
-with share w has had between n w - 1 and n w + 1 of them (Tijdeman 1980, "The chairman assignment problem": with k domains the gap stays
-within 1 - 1/(2k - 2)). So the domain of sample n is one look-up, and the number of its domain's earlier samples is whole periods plus a
-second look-up. There is no state, and any number of ranks get the same result.
+Shares are rounded to multiples of 1/65,536, so the sequence has a period of at most 65,536 samples. After any number n of samples, a
+domain with share w has had between n w - 1 and n w + 1 samples (Tijdeman 1980, "The chairman assignment problem": with k domains the gap
+stays within 1 - 1/(2k - 2)). The domain of sample n is therefore one look-up, and the number of earlier samples from this domain is the
+sum of whole periods and a second look-up. A mixture has no state, and any number of ranks get the same result.
 """
 
 import heapq
@@ -21,7 +21,9 @@ class Mixture:
 
     def __init__(self, weights: Sequence[float]) -> None:
         if not weights or any(not isfinite(weight) or weight < 0 for weight in weights) or sum(weights) == 0:
-            raise ValueError(f"weights {list(weights)} are no shares: give finite numbers of 0 or more, at least one above 0")
+            raise ValueError(
+                f"weights {list(weights)} are not valid shares: give finite numbers of 0 or more, at least one above 0"
+            )
         if sum(weight > 0 for weight in weights) > PERIOD:
             raise ValueError(f"{len(weights)} domains are more than a mixture can hold ({PERIOD}). Combine some.")
         counts = _round(weights)
@@ -63,8 +65,8 @@ def _round(weights: Sequence[float]) -> list[int]:
 def _spread(counts: Sequence[int]) -> npt.NDArray[np.int32]:
     """Return one period of domain numbers, int32 [sum(counts)]: Tijdeman's rule as earliest deadline first.
 
-    With k domains, a domain's next sample may come once n w is 1/(2k - 2) ahead of its count, and must come before this lead exceeds 1 -
-    1/(2k - 2). All times are whole numbers of samples, in integer arithmetic.
+    With k domains, a domain of share w may get its next sample once n w is 1/(2k - 2) ahead of its number of samples, and must get it
+    before n w is more than 1 - 1/(2k - 2) ahead. All times are whole numbers of samples, in integer arithmetic.
     """
     period, kinds = sum(counts), sum(count > 0 for count in counts)
     parts = max(2 * kinds - 2, 1)

@@ -13,9 +13,9 @@ class SampleSource(Protocol):
     run needs no saved state for it.
 
     Every rank makes its own instance. Ranks that share a sequence (pipeline, context and tensor ranks) request the same samples and take
-    their parts; different data ranks request different samples. So the same number must give the same sample on every rank. Ranks compare
-    one sample when they start. An attribute `fingerprint`, any JSON value, is saved in checkpoints; a run with another fingerprint is not
-    resumed.
+    their parts; different data ranks request different samples. A sample number must therefore give the same sample on every rank. Ranks
+    compare one sample when they start. An attribute `fingerprint`, any JSON value, is saved in checkpoints; a run with another
+    fingerprint is not resumed.
     """
 
     def __init__(self, prepared: Stream) -> None:
@@ -23,7 +23,7 @@ class SampleSource(Protocol):
         ...
 
     def sample(self, index: int) -> Sample:
-        """Return sample `index` (from 0), a `megalith.data.stream.Sample` of the same length as a prepared one."""
+        """Return sample `index` (from 0), a `megalith.data.stream.Sample` of the same length as a prepared sample."""
         ...
 
 
@@ -31,7 +31,7 @@ class OwnStream(Stream):
     """A stream of prepared data whose training samples come from a user's own source."""
 
     def __init__(self, *args: Any, name: str, source: Any, **how: Any) -> None:
-        """`source`: the object that `name` names; it is called with the prepared stream. Other arguments are as for `Stream`."""
+        """`source`: the object that `name` names; the object is called with the prepared stream. Other arguments are as for `Stream`."""
         super().__init__(*args, **how)
         self._name = name
         self._source: SampleSource = source(Stream(*args, **how))
@@ -64,7 +64,10 @@ class OwnStream(Stream):
         if not ((found.tokens >= 0) & (found.tokens < self.vocab_size)).all():
             faults.append(f"tokens has ids outside the vocabulary. Use 0 to {self.vocab_size - 1}.")
         if not ((found.targets >= 0) & (found.targets < self.vocab_size) | (found.targets == NO_TARGET)).all():
-            faults.append(f"targets has ids outside the vocabulary. Use 0 to {self.vocab_size - 1}, or {NO_TARGET} for none.")
+            faults.append(
+                f"targets has ids outside the vocabulary. Use 0 to {self.vocab_size - 1}, or {NO_TARGET} for positions without a "
+                "target."
+            )
         if min(found.segments, default=0) < 1 or sum(found.segments) != length:
             faults.append(
                 f"segments = {found.segments} are not positive lengths that add up to {length}. Use ({length},) for one document."

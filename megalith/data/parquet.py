@@ -29,15 +29,15 @@ def rows(path: Path, field: str, advance_to: Callable[[int], None]) -> Iterator[
                         yield text
                 advance_to(size * number // max(1, count))
             if number != count:
-                raise DataError(f"{path} has {number} rows, but its metadata has {count}", "Copy or download it again.")
+                raise DataError(f"{path} has {number} rows, but its metadata has {count}", "Copy or download the file again.")
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # the disk's error, not the file's
-        raise DataError(f"{path} cannot be read as Parquet: {error}", "Copy or download it again.") from error
+        raise DataError(f"{path} cannot be read as Parquet: {error}", "Copy or download the file again.") from error
 
 
 def _check(schema: Any, path: Path, field: str) -> None:
-    """Raise DataError unless the table has exactly one column with this name, and it is text."""
+    """Raise DataError unless the table has exactly one column named `field`, and this column is text."""
     from pyarrow import types
 
     columns = [one for one in schema if one.name == field]

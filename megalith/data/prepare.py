@@ -1,7 +1,7 @@
 """Converts documents to a folder of shards: atomically, and with the same bytes for the same sources and options.
 
 A hash of (seed, domain, document number) selects the documents that are held out for validation. A domain of two or more documents always
-keeps its first for training and holds out at least one; a domain of one document holds out this document's end.
+keeps its first document for training and holds out at least one document; a domain of one document holds out the end of this document.
 """
 
 import errno
@@ -76,8 +76,8 @@ def prepare(
                 shown.print_line(damage)
             if differences and not overwrite:
                 raise DataError(
-                    f"{out} already holds data that was prepared from other inputs: {'; '.join(differences)}. "
-                    "Choose another folder, or overwrite it (--overwrite)."
+                    f"{out} already holds data that was prepared from other inputs: {'; '.join(differences)}. Choose another "
+                    "folder, or use --overwrite."
                 )
         read = _Read(total=sum(size(source, reading) for source in found))
         with _folder_for(out) as folder, _no_room_told(folder, out, read):
@@ -130,7 +130,6 @@ def _record(sources: Sequence[Source], reading: Reading, shown: Bars) -> tuple[t
 
 
 def _differences(previous: Manifest, tokenizer: Tokenizer, options: Options, sources: tuple[SourceRecord, ...]) -> list[str]:
-    """Describe the differences between the request and the data in a folder."""
     found: list[str] = []
     if previous.tokenizer != tokenizer.record:
         found.append(f"tokenizer {previous.tokenizer.fingerprint[:12]}, now {tokenizer.fingerprint[:12]}")
@@ -183,7 +182,9 @@ def _lock(folder: int, out: Path) -> None:
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise DataError(f"{out} is being prepared by another process. Wait for it, or choose another folder.") from error
+        raise DataError(
+            f"{out} is being prepared by another process. Wait until the other process has ended, or choose another folder."
+        ) from error
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EBADF):  # network file systems may have no locks
             raise
@@ -218,7 +219,7 @@ class _Read:
     tokens: int = 0
 
     def wanted(self) -> int:
-        """Estimate the bytes of all tokens from the text encoded so far; 0 if none is encoded yet."""
+        """Estimate the bytes of all tokens from the text encoded so far; 0 if no text is encoded yet."""
         return round(self.tokens * (self.text / self.encoded) * (self.total / self.done)) if self.encoded and self.done else 0
 
 
@@ -302,8 +303,8 @@ class _Document:
 
 
 def _write_domain(folder: Path, name: str, found: Iterator[_Document], *, tokenizer: Tokenizer, options: Options) -> Domain:
-    """Divide the documents among the two splits. Each document is written once the next one is known to exist, because the last one is
-    treated differently."""
+    """Divide the documents among the two splits. Each document is written once the next document is known to exist, because the last
+    document is treated differently."""
     train, validation = (
         SplitWriter(
             folder,
@@ -332,8 +333,8 @@ def _write_domain(folder: Path, name: str, found: Iterator[_Document], *, tokeni
 
 
 def _write_last(last: _Document, train: SplitWriter, validation: SplitWriter, options: Options, *, chosen: bool) -> None:
-    """Write the last document. If the hash has selected no document of the domain, it goes to validation; if it is the only one, its end
-    does."""
+    """Write the last document. If the hash has selected no document of the domain, the last document goes to validation; if it is the
+    only document, only its end goes to validation."""
     if train.documents and (chosen or (options.validation > 0 and validation.documents == 0)):
         validation.write(last.tokens, text_bytes=last.bytes)
     elif train.documents or options.validation == 0 or len(last.tokens) < 2:
@@ -346,6 +347,7 @@ def _write_last(last: _Document, train: SplitWriter, validation: SplitWriter, op
 
 
 def _held_out(options: Options, domain: str, number: int) -> bool:
-    """True if the hash selects this document. The first document is never selected, so that a domain always has training data."""
+    """True if the hash selects this document for validation. The first document is never selected, so that a domain always has training
+    data."""
     digest = hashlib.blake2b(f"{options.seed}/{domain}/{number}".encode(), digest_size=8).digest()
     return number > 0 and int.from_bytes(digest, "little") < options.validation * 2**64

@@ -100,7 +100,8 @@ class SplitWriter:
 
 
 class SplitReader:
-    """One split of one domain as one long sequence of tokens, read from a prepared folder or, if a file there is damaged, from `copies`.
+    """One split of one domain as one long sequence of tokens, read from a prepared folder or, if a file in this folder is damaged, from
+    `copies`.
 
     `on_damage` is called once for each damaged file or block. Reading raises DamagedDataError if no copy is intact.
     """
@@ -124,7 +125,7 @@ class SplitReader:
         return np.concatenate(pieces).astype(np.int64) if len(pieces) > 1 else pieces[0].astype(np.int64)
 
     def bytes_of(self, start: int, stop: int) -> tuple[Path, int, int]:
-        """Locate the first of tokens `start` to `stop` - 1: return its shard, and their byte range in this shard."""
+        """Locate the first of tokens `start` to `stop` - 1: return its shard, and the byte range of the requested tokens in this shard."""
         shard, _, low, high = self._overlaps(start, stop)[0]
         width = int(shard.dtype[4:]) // 8
         return self._files.folder_of(shard), low * width, high * width
@@ -148,7 +149,8 @@ class SplitReader:
         return self._files.tokens(shard, int(low), int(high)).astype(np.int64)
 
     def document_lengths(self, at_most: int) -> npt.NDArray[np.int64]:
-        """Return the length in tokens of every document, or of `at_most` evenly spaced ones if there are more, as int64."""
+        """Return the length in tokens of every document, or, if there are more than `at_most` documents, of evenly spaced documents, as
+        int64."""
         step = max(1, -(-self.documents // at_most))
         lengths = [np.diff(self._files.offsets(shard))[::step] for shard in self._split.shards]
         return np.concatenate(lengths) if lengths else np.empty(0, np.int64)

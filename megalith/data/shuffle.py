@@ -1,7 +1,8 @@
 """A shuffle that needs no memory: the new place of a position is computed, not looked up.
 
-A Feistel network over the smallest power of two that holds the size, and cycle walking (Black & Rogaway 2002, "Ciphers with arbitrary
-finite domains"): a result outside of the range is permuted again until it falls inside, less than twice on average.
+The permutation is a Feistel network over the smallest power of two that holds the size, with cycle walking (Black & Rogaway 2002,
+"Ciphers with arbitrary finite domains"): a result outside of the range is permuted again until it falls inside, on average less than
+twice.
 """
 
 import hashlib

@@ -61,8 +61,8 @@ def parse_source(text: str) -> Source:
         files.refuse_special(Path(source.path))
     if not _DOMAIN.fullmatch(source.domain):
         raise DataError(
-            f"The source {text!r} gives its domain the name {source.domain!r}, but a name has at most 200 letters, digits and _ . - "
-            f"and begins with a letter or digit. Write NAME={text} to choose one."
+            f"The source {text!r} gives its domain the name {source.domain!r}, but a name has at most 200 letters, digits and "
+            f"_ . - and begins with a letter or digit. Write NAME={text} to choose a valid name."
         )
     return source
 
@@ -88,7 +88,7 @@ def _exists(path: str) -> bool:
 
 
 def parse_sources(texts: Iterable[str | Source]) -> tuple[Source, ...]:
-    """Parse all sources. Each must exist and be given only once. Raises DataError with all problems at once."""
+    """Parse all sources. Each source must exist and be given only once. Raises DataError with all problems at once."""
     sources: list[Source] = []
     problems: list[str | DataError] = []
     for text in texts:
@@ -144,8 +144,8 @@ def record(
 ) -> tuple[SourceRecord, SourceFiles | None]:
     """Return the record of a source (with a digest over the names and contents of its files), and its files.
 
-    `seen`: digest -> file, of earlier sources; the files of this source are added. A file with the same bytes as an earlier one is not
-    read. Raises DataError if no file is left to read.
+    `seen`: digest -> file, for the files of earlier sources; this call adds the files of this source. A file with the same bytes as an
+    earlier file is not read. Raises DataError if no file is left to read.
     """
     found = find(source, reading)
     if found is None:
@@ -167,7 +167,7 @@ def record(
         else:
             seen[digest] = path
     if copy and len(unread) == len(found.files):
-        raise DataError(f"The source {source.path!r} holds only text that another source has too: {copy}, and {_LEAK}", _ONCE)
+        raise DataError(f"The source {source.path!r} holds only text that is also in another source: {copy}, and {_LEAK}", _ONCE)
     found = replace(found, unread=unread)
     recorded = SourceRecord(
         domain=source.domain,
@@ -268,7 +268,8 @@ def _wrong_byte(path: Path, line: int, offset: int, error: UnicodeDecodeError) -
     unpacked = " of the unpacked text" if files.ending(path, files.COMPRESSED) else ""
     return DataError(
         f"{path}:{line} is not UTF-8 text: byte {error.object[error.start]:#04x} at offset {offset}{unpacked} ({error.reason})",
-        "Convert the file, for example with `iconv -f latin1 -t utf-8`, or leave it out: --extension selects the files of a folder.",
+        "Convert the file, for example with `iconv -f latin1 -t utf-8`, or leave the file out: --extension selects the files "
+        "of a folder.",
     )
 
 
@@ -330,8 +331,8 @@ def _blocks(lines: Iterable[str], how: str, minimum: int) -> Iterator[Sequence[s
 
 
 def _boundary(how: str, minimum: int) -> tuple[Callable[[str], bool], bool, int]:
-    """Return a function that tests if a line ends the document before it, True if this line is kept, and the minimum length of the
-    document."""
+    """Return a function that tests if a line ends the document before it, True if this line becomes part of a document, and the minimum
+    length of a document."""
     name, _, argument = how.partition(":")
     if how == "blank":
         return (lambda line: not line.strip()), True, minimum

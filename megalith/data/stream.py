@@ -6,8 +6,8 @@
   with end-of-text tokens that are no targets.
 - Which order: every epoch of a domain has its own permutation of its windows (`shuffle`).
 - Phases: mixture and sequence length may change at a sample. The current pass over a domain continues: the rest of its windows are read, in
-  the same order, in pieces of the new length. So a pass reads every token exactly once, whatever the lengths. The domain's next pass uses
-  windows of the new length.
+  the same order, in pieces of the new length. A pass therefore reads every token exactly once, whatever the sequence lengths. The
+  domain's next pass uses windows of the new length.
 
 A stream has no state. The caller holds one number, the samples consumed. Any number of ranks can divide the next samples among themselves,
 and together read what one rank would read.
@@ -54,9 +54,10 @@ _WAYS_OUT = {
 class Sample:
     """One sequence. All arrays are int64 [seq_len] and may be modified by the caller.
 
-    `targets` holds the next token, or -100 if there is none: in padding and, with document masks, at the last token of a document, because
-    a document does not determine the next one's first token. `segments` are the lengths of the documents (or parts of documents) in the
-    sequence; padding counts as one. `positions` restart in each segment. Without document masks there is one segment.
+    `targets` holds the next token, or -100 if there is no target: in padding and, with document masks, at the last token of a document,
+    because a document does not determine the first token of the next document. `segments` are the lengths of the documents (or parts of
+    documents) in the sequence; padding counts as one document. `positions` restart in each segment. Without document masks there is one
+    segment.
     """
 
     tokens: Ids
@@ -93,9 +94,9 @@ class _Phase:
     seq_len: int
     mixture: Mixture
     mixed: int
-    """Number in the run of the sample at which the mixture's sequence begins."""
+    """Number of the sample, in the run, at which the mixture's sequence of domains begins."""
     before: tuple[int, ...]
-    """Number of samples of this sequence from each domain before this phase."""
+    """For each domain, number of samples that the mixture's sequence took before this phase."""
     passes: tuple[_Pass, ...]
     """Progress of each domain when this phase begins."""
 
@@ -114,7 +115,7 @@ class Batch:
 
 
 class Stream:
-    """Samples of a prepared folder. Opening it checks manifest, tokenizer and file sizes; contents are checked as they are read."""
+    """Samples of a prepared folder. Opening a stream checks manifest, tokenizer and file sizes; contents are checked as they are read."""
 
     def __init__(
         self,
@@ -129,9 +130,9 @@ class Stream:
         copies: Sequence[Path | str] = (),
         on_damage: Callable[[Damage], None] = lambda damage: None,
     ) -> None:
-        """`weights` gives every domain's share of the samples (they are scaled to add up to 1; 0 leaves a domain out); by default shares
-        are in proportion to tokens. The validation split is read in order, once, whatever the weights. `phases` are changes of lengths and
-        weights, in the order of their samples.
+        """`weights` gives every domain's share of the samples (the weights are scaled to add up to 1; 0 leaves a domain out); by default
+        shares are in proportion to tokens. The validation split is read in order, once, whatever the weights. `phases` are changes of
+        lengths and weights, in the order of their samples.
 
         `copies` are folders with the same data. A damaged block is read from the next folder, and `on_damage` is called once for each
         damaged block.
@@ -178,7 +179,7 @@ class Stream:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Each domain's share of the training samples in the first phase, rounded to a multiple of 1/65,536 as in use."""
+        """Each domain's share of the training samples in the first phase, rounded to a multiple of 1/65,536, as it is used."""
         return self._shares(self._phases[0])
 
     def _shares(self, phase: _Phase) -> dict[str, float]:
@@ -249,7 +250,8 @@ class Stream:
         return total
 
     def validation_samples(self, domain: str, limit: int | None = None) -> range:
-        """Return the indices (for `sample` and `batch`) of a domain's validation samples: all, or `limit` evenly spaced ones, in order."""
+        """Return the indices (for `sample` and `batch`) of a domain's validation samples: all, or `limit` evenly spaced samples, in
+        order."""
         assert self.split == "validation", "only the validation split is numbered domain by domain"
         if domain not in self.domains:
             raise DataError(f"{domain!r} is not a domain of {self._folder}. It holds: {', '.join(self.domains)}.")
@@ -275,8 +277,8 @@ class Stream:
         )
 
     def check_same(self, saved: Mapping[str, Any], *, samples: int | None = None) -> None:
-        """Raise DataError with all differences from a saved `fingerprint`: with any difference, sample numbers would mean other samples.
-        `samples`: the number consumed; phases that had not begun then may differ. None: no phase may differ.
+        """Raise DataError with all differences from a saved `fingerprint`: after any difference, the same sample number would give
+        another sample. `samples`: number of samples consumed; phases that had not begun by then may differ. None: no phase may differ.
         """
         now = _begun(json.loads(json.dumps(self.fingerprint)), samples)
         saved = _begun(saved, samples)
@@ -286,7 +288,10 @@ class Stream:
             if saved.get(key) != value
         ]
         problems += [
-            f"{key} was {saved[key]!r}, but this version does not know this key. Resume with the version that saved it, or start a new run."
+            (
+                f"{key} was {saved[key]!r}, but this version does not know this key. Resume with the version of Megalith that "
+                "saved it, or start a new run."
+            )
             for key in saved.keys() - now.keys()
         ]
         if problems:
@@ -308,7 +313,7 @@ class Stream:
         return domain, phase.seq_len, self._runs(domain, self._pieces(domain, where, phase.seq_len), where.unit)
 
     def _pieces(self, domain: int, where: _Pass, seq_len: int) -> list[tuple[int, int, int]]:
-        """Return the next `seq_len` places of a pass, or those up to its end, as (window, first place in it, end)."""
+        """Return the next `seq_len` places of a pass, or the places up to its end, as (window, first place in the window, end)."""
         end = min(where.at + seq_len, self._places(domain, where))
         order, found, at = self._permutation(domain, where.epoch, where.unit), list[tuple[int, int, int]](), where.at
         while at < end:
@@ -329,12 +334,11 @@ class Stream:
         return found
 
     def _places(self, domain: int, where: _Pass) -> int:
-        """Return the number of places in a whole pass."""
         return _windows(self._readers[domain].tokens, where.unit) * where.unit
 
     def _further(self, domain: int, where: _Pass, seq_len: int, samples: int) -> _Pass:
-        """Return a domain's progress after `samples` more samples of `seq_len`. The current pass is read to its end, where a sample may
-        have fewer tokens; later passes are cut into windows of `seq_len`."""
+        """Return a domain's progress after `samples` more samples of `seq_len` tokens. The current pass is read to its end, where a
+        sample may have fewer tokens; later passes are cut into windows of `seq_len`."""
         left = -(-(self._places(domain, where) - where.at) // seq_len)
         if samples < left:
             return replace(where, at=where.at + samples * seq_len)
@@ -342,7 +346,6 @@ class Stream:
         return _Pass(where.epoch + 1 + epochs, seq_len, windows * seq_len)
 
     def _following(self, phase: _Phase, change: PhaseChange) -> _Phase:
-        """Return the phase that follows another after a change."""
         mixture, counts = self._mixture_of(change.weights), phase.mixture.counts(change.first - phase.mixed).tolist()
         passes = list[_Pass]()
         for domain, (where, count, before) in enumerate(zip(phase.passes, counts, phase.before, strict=True)):
@@ -404,7 +407,7 @@ def _problems(domains: Mapping[str, Domain], split: str, seq_len: int, weights: 
                 f"None of the domains ({held}) has validation data. Prepare the data with a validation share above 0."
             )
         if split == "train":
-            problems += [f"The domain {name} has fewer than 2 training tokens. Set its weight to 0." for name in empty]
+            problems += [f"The domain {name} has fewer than 2 training tokens. Set the domain's weight to 0." for name in empty]
     return problems
 
 
@@ -419,7 +422,8 @@ def _weight_problems(domains: Sequence[str], weights: Mapping[str, float]) -> li
             problems.append(f"weights.{name}={weight} is no share. Use 0 or more.")
     missing = [name for name in domains if name not in weights]
     problems += [
-        f"weights has no entry for the domain {name!r}. Give it a share; 0 leaves it out of the mixture." for name in missing
+        f"weights has no entry for the domain {name!r}. Give the domain a share; 0 leaves it out of the mixture."
+        for name in missing
     ]
     if not problems and sum(weights.values()) == 0:
         problems.append("weights are all 0. Give at least one domain a share.")

@@ -51,7 +51,7 @@ class Tokenizer:
             self._engine = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises nothing narrower
             raise DataError(
-                f"{origin} is not a tokenizer.json that tokenizers {tokenizers.__version__} reads: {error}"
+                f"{origin} is not a tokenizer.json that version {tokenizers.__version__} of tokenizers reads: {error}"
             ) from error
         self._engine.encode_special_tokens = True  # as text: what a document spells out is not a command
         self._engine.no_padding()
@@ -156,7 +156,7 @@ class Tokenizer:
 def load(path_or_name: Path | str, *, end_of_text: str | None = None) -> Tokenizer:
     """Load a tokenizer: `bytes`, a tokenizer.json, or a folder that holds one. Raises DataError if the tokenizer is missing or unusable.
 
-    The end-of-text token is `end_of_text`, else eos_token in the tokenizer_config.json beside it, else a usual name.
+    The end-of-text token is `end_of_text`, else eos_token in the tokenizer_config.json in the same folder, else one of the usual names.
     """
     if str(path_or_name) == BYTES:
         return Tokenizer(_bytes_text(), end_of_text=end_of_text, origin=BYTES)
@@ -176,7 +176,7 @@ def load(path_or_name: Path | str, *, end_of_text: str | None = None) -> Tokeniz
 
 def copy(source: Path, folder: Path, *, warn: Callable[[str], object] | None = None) -> None:
     """Copy those files of the tokenizer in `source` that `folder` does not have yet, so that `folder` can be used by itself. If a folder
-    with content is in the place of a file, `warn` is called; without `warn` IsADirectoryError is raised."""
+    with content has the name of a file to copy, `warn` is called; without `warn` IsADirectoryError is raised."""
     for name in (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE):
         found, kept = source / name, folder / name
         if found.is_file() and not (kept.is_file() and kept.stat().st_size == found.stat().st_size):
@@ -185,7 +185,10 @@ def copy(source: Path, folder: Path, *, warn: Callable[[str], object] | None = N
             except IsADirectoryError:
                 if warn is None:
                     raise
-                warn(f"{kept} is a folder, so the run keeps no copy of {found}. `megalith generate` needs it: remove the folder")
+                warn(
+                    f"{kept} is a folder, so the run keeps no copy of {found}. `megalith generate` needs this copy: remove the "
+                    "folder"
+                )
 
 
 def train(
@@ -245,7 +248,7 @@ def train(
 def _refuse_another(folder: Path, learned: Tokenizer, *, overwrite: bool) -> None:
     path = folder / TOKENIZER_FILE
     if not overwrite and path.exists() and path.read_text(encoding="utf-8") != learned._text:
-        raise DataError(f"{path} already holds another tokenizer. Choose another folder, or overwrite it (--overwrite).")
+        raise DataError(f"{path} already holds another tokenizer. Choose another folder, or use --overwrite.")
 
 
 def _definition(text: str, origin: str) -> dict[str, Any]:
@@ -261,12 +264,13 @@ def _definition(text: str, origin: str) -> dict[str, Any]:
 
 def _end(ids: dict[str, int], wanted: str | None, origin: str) -> str:
     if wanted is not None and wanted not in ids:
-        raise DataError(f"{origin} has no token {wanted!r} to end documents with. Name one of its {len(ids)} tokens.")
+        raise DataError(f"{origin} has no token {wanted!r} to end documents with. Name one of the tokenizer's {len(ids)} tokens.")
     found = wanted or next((name for name in _ENDS if name in ids), None)
     if found is None:
         raise DataError(
-            f"{origin} has none of the tokens that usually end a document ({', '.join(_ENDS)}). "
-            f"Name its end-of-text token with end_of_text (--end-of-text), or as eos_token in a {TOKENIZER_CONFIG_FILE} beside it."
+            f"{origin} has none of the tokens that usually end a document ({', '.join(_ENDS)}). Name the tokenizer's "
+            f"end-of-text token with end_of_text (--end-of-text), or as eos_token in a {TOKENIZER_CONFIG_FILE} in the same "
+            "folder."
         )
     return found
 
@@ -277,7 +281,7 @@ def _configured_end(path: Path) -> str | None:
     try:
         token = json.loads(path.read_bytes()).get("eos_token")
     except (ValueError, AttributeError) as error:
-        raise DataError(f"{path} is not a JSON object: {error}. Correct it or remove it.") from error
+        raise DataError(f"{path} is not a JSON object: {error}. Correct or remove this file.") from error
     return token.get("content") if isinstance(token, dict) else token
 
 
@@ -292,13 +296,13 @@ def _bytes_text() -> str:
 
 
 def _equal(fast: Sequence[npt.NDArray[Any] | None], slow: Sequence[npt.NDArray[Any]]) -> bool:
-    """True if all texts that the fast engine encoded have the same ids, and it encoded at least one."""
+    """True if all texts that the fast engine encoded have the same ids from both engines, and the fast engine encoded at least one text."""
     compared = [np.array_equal(ids, others) for ids, others in zip(fast, slow, strict=True) if ids is not None]
     return all(compared) and bool(compared)
 
 
 def _take(stream: Iterator[str], *, characters: int, documents: int) -> list[str]:
-    """Return the next texts, up to this many characters or documents; empty at the end."""
+    """Return the next texts, until they have `characters` characters or are `documents` texts; empty at the end."""
     taken: list[str] = []
     for text in stream:
         taken.append(text)

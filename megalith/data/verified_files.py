@@ -1,8 +1,8 @@
 """Verified reads of prepared data: bytes are checked as they are read, and come from the first folder with an intact copy.
 
-`x.sum` beside a shard `x.bin` holds the CRC-32 of each of its blocks as little-endian uint32. It can be derived from the shard, so the
-manifest does not name it. A shard without it is read unchecked, and `megalith data verify` writes it. When a process first opens an index,
-it compares the index with the manifest's sha256.
+`x.sum` beside a shard `x.bin` holds the CRC-32 of each of its blocks as little-endian uint32. These checksums can be derived from the
+shard, so the manifest does not name `x.sum`. A shard without an `x.sum` is read unchecked, and `megalith data verify` writes its `x.sum`.
+When a process first opens an index, it compares the index with the manifest's sha256.
 """
 
 import errno
@@ -32,7 +32,8 @@ class DamagedDataError(DataError):
 
 @dataclass(frozen=True)
 class Damage:
-    """A file that has changed since it was prepared. `elsewhere`: the folder from which it is read instead; None: no copy is intact."""
+    """A file that has changed since it was prepared. `elsewhere`: the folder from which the file is read instead; None: no copy is
+    intact."""
 
     file: str
     error: str
@@ -98,7 +99,7 @@ class VerifiedFiles:
         return self._folders[0] / shard.file
 
     def _from_first(self, name: str, read: Callable[[Path], Any]) -> Any:
-        """Return the result of `read` for the first folder with an intact copy. If there is none, raises AwayDataError if a folder is
+        """Return the result of `read` for the first folder with an intact copy. If no copy is intact, raises AwayDataError if a folder is
         unreachable, else DamagedDataError."""
         wrong: list[str] = []
         away: Path | None = None
@@ -127,7 +128,7 @@ class VerifiedFiles:
             self._on_damage(damage)
 
     def _blocks(self, folder: Path, shard: Shard, first: int, end: int) -> bytes:
-        """Return a shard's bytes from block `first` to byte `end`. They are copied, so that exactly the checked bytes are used."""
+        """Return a shard's bytes from block `first` to byte `end`. The bytes are copied, so that exactly the checked bytes are used."""
         begin = first * BLOCK
         file, sums = self._file(folder, shard.file), self._file(folder, sums_file(shard))
         if file is None:
@@ -175,7 +176,8 @@ def _words(error: Exception) -> str:
 
 
 class _Opened:
-    """A file that is read in pieces, and closed when nothing refers to it. Unlike a memory map, it survives truncation of the file."""
+    """A file that is read in pieces, and closed when no object refers to it any longer. Unlike a memory map, such a file survives
+    truncation."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDONLY)
@@ -185,7 +187,7 @@ class _Opened:
             os.close(self._file)
 
     def read(self, offset: int, size: int) -> bytes:
-        """Return bytes from an offset on; fewer at the end of the file."""
+        """Return the bytes from an offset on; fewer than requested at the end of the file."""
         return os.pread(self._file, size, offset)
 
 

@@ -1,4 +1,4 @@
-"""The best layout of several models on several numbers of nodes. No torch unless a part must be traced."""
+"""The best layout of several models on several numbers of nodes. Imports torch only to trace parts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,10 +12,10 @@ from megalith.spec.cluster import ClusterSpec
 from megalith.spec.problem import Problem, SpecErrors
 
 MODELS = ("llama3.2-1b", "llama3.1-8b", "llama3.1-70b", "llama3.1-405b", "dense-2t")
-"""Models of a map by default."""
+"""Default models of a map."""
 
 SPACE = Space(microbatches=(1, 2, 4), most_chunks=4, again=(), offload=())
-"""A small search space, because each of a map's many squares is a search."""
+"""A small search space, because each square of the map needs its own search."""
 
 MAXIMUM = 7
 """Largest number of columns, each a number of nodes."""
@@ -23,8 +23,8 @@ MAXIMUM = 7
 
 @dataclass(frozen=True)
 class Square:
-    """One model on one number of nodes. `choice` is None if nothing fits, or if no layout divides the batch evenly; `why`
-    states the reason."""
+    """The best layout of one model on one number of nodes. `choice` is None if nothing fits, or if no layout divides the batch evenly;
+    `why` states the reason."""
 
     model: str
     nodes: int
@@ -59,7 +59,7 @@ class Atlas:
 
 
 def atlas(plan_request: PlanRequest, models: Sequence[str], *, tick: Callable[[str], None] = lambda name: None) -> Atlas:
-    """Search for every square; `tick` gets each square's name before its search. The request's cluster is the largest one
+    """Search for every square; `tick` gets each square's name before its search. The request's cluster is the largest cluster that is
     searched. Raises SpecErrors with all problems of the request."""
     request = _all(plan_request, models)
     cluster = request[0].cluster
@@ -73,7 +73,7 @@ def atlas(plan_request: PlanRequest, models: Sequence[str], *, tick: Callable[[s
 
 
 def columns(nodes: int) -> tuple[int, ...]:
-    """At most MAXIMUM numbers of nodes, from 1 to all nodes, each the previous one times the same power of two, except the
+    """Return at most MAXIMUM numbers of nodes, from 1 to all nodes; each is the previous number times the same power of two, except the
     last."""
     found = [1 << bit for bit in range(nodes.bit_length())]
     step = -(-len(found) // (MAXIMUM - 1))

@@ -1,8 +1,8 @@
 """The critical batch size by its definition: the largest batch whose loss after the same tokens is no worse. No torch.
 
-From one checkpoint, branches train on the same samples with a half, once, twice, four times the batch (Merrill et al. 2025,
-arXiv:2505.23971). If a branch with a larger batch ends with a worse loss, each token taught less. Replicas begin later in
-the data, which shows the spread over samples.
+From one checkpoint, branches train on the same samples with 0.5, 1, 2 and 4 times the batch size (Merrill et al. 2025, arXiv:2505.23971).
+If a branch with a larger batch ends with a worse loss, the model learned less from each token. Replicas of a branch begin later in the
+data, which shows how much the loss varies between samples.
 """
 
 import math
@@ -23,7 +23,7 @@ Scaling = Literal["root", "linear", "none"]
 
 @dataclass(frozen=True)
 class Trial:
-    """One branch: its batch as a factor of the run's, the number of its replica, and its run."""
+    """One branch: its batch size as a factor of the run's batch size, the number of its replica, and the run that trains it."""
 
     factor: float
     replica: int
@@ -53,7 +53,7 @@ def trials(
 ) -> Iterator[Trial]:
     """Yield the branches from a checkpoint of a run, each with the samples of `steps` steps of the run's batch.
 
-    Raises ValueError if a batch is not a whole number, or does not divide these samples.
+    Raises ValueError if a batch is not a whole number, or does not divide the samples of a branch.
     """
     phases = Phases.of(spec)
     now = phases.at(samples)
@@ -99,8 +99,8 @@ def _schedule(spec: RunSpec) -> int:
 
 @dataclass(frozen=True)
 class BatchJudgement:
-    """Judgement of one batch size: the mean loss of its branches; `excess`, this loss minus that of the run's batch (paired
-    by replica); `error`, half of the excess's 95 % interval (None: one replica); and the verdict."""
+    """Judgement of one batch size: the mean loss of its branches; `excess`, this loss minus the loss of the run's batch (paired by
+    replica); `error`, half of the excess's 95 % interval (None: one replica); and the verdict."""
 
     factor: float
     batch: int
@@ -113,13 +113,13 @@ class BatchJudgement:
 
 @dataclass(frozen=True)
 class Advice:
-    """The judged batch sizes in ascending order, and the largest one whose loss after the same tokens is as good as with the
-    run's batch."""
+    """The judged batch sizes in ascending order, and the largest batch size whose loss after the same tokens is as good as with the run's
+    batch."""
 
     rows: tuple[BatchJudgement, ...]
     tolerance: float
     critical: int | None
-    """The largest batch that is as good, in sequences; None if no batch is known to be."""
+    """The largest batch, in sequences, with a loss as good as with the run's batch; None if no batch is known to be as good."""
     begins: int | None
     """The smallest batch above `critical` whose loss is worse; None: no tried batch is worse."""
 
@@ -127,12 +127,15 @@ class Advice:
     def words(self) -> str:
         """The advice in a sentence."""
         if self.critical is None:
-            return "The losses decide nothing: use more --replicas or --steps."
+            return "The losses allow no verdict: use more --replicas or --steps."
         own = next(row.batch for row in self.rows if row.factor == 1)
         if self.begins is None and self.critical <= own:
             return f"No batch above the run's own {own} sequences has a clear verdict: use more --replicas or --steps."
         if self.begins is None:
-            return f"The loss after the same tokens is as good up to {self.critical} sequences a step, the largest decided batch."
+            return (
+                f"Up to {self.critical} sequences a step, the largest batch with a verdict, the loss after the same tokens is "
+                "as good as with the run's batch."
+            )
         return (
             f"The loss after the same tokens gets worse between {self.critical} and {self.begins} sequences a step: "
             f"{self.critical} is the largest batch with a loss as good as the run's."
@@ -144,9 +147,9 @@ class Advice:
 
 
 def judge(losses: Mapping[float, Sequence[float]], *, batch: int, seq_len: int, tolerance: float) -> Advice:
-    """Return the advice from the losses of each factor's replicas, in the order of replicas; factor 1 is required. `batch`:
-    the run's batch, in sequences. A loss is worse if its whole interval lies more than `tolerance` above the loss of the
-    run's batch, and as good if no part of the interval does."""
+    """Return the advice from the losses of each factor's replicas, in the order of replicas; factor 1 is required. `batch`: the run's
+    batch, in sequences. A loss is worse if its whole interval lies more than `tolerance` above the loss of the run's batch, and as good
+    if no part of the interval lies there."""
     own = losses[1.0]
     rows = list[BatchJudgement]()
     for factor in sorted(losses):

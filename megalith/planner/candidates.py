@@ -19,14 +19,14 @@ POLICIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("selective", ("mlp",)),
     ("full", ("attention.core",)),
 )
-"""Recomputation policies: nothing, the feed-forward half, everything. Fused attention keeps little, so no policy recomputes
-it alone."""
+"""Recomputation policies: nothing, the feed-forward half, everything. Fused attention keeps little, so no policy recomputes attention
+alone."""
 
 SEGMENTS, NESTED = "segments", "sqrt"
 """Recomputation policies that keep less: segments of several blocks, and nested segments."""
 
 ACTIVATION = "mlp.activation"
-"""A part that is formed again without a product."""
+"""Part of a block that can be recomputed without a matrix product."""
 
 IN_SEGMENTS = (SEGMENTS, NESTED)
 """Beginnings of the names of policies that keep inputs of segments instead of inputs of blocks."""
@@ -65,13 +65,13 @@ class Space:
     copies: bool = True
     """Under ZeRO 3, also try HSDP: two copies of the state, or one copy for each group of 1, 8 or 64 nodes."""
     exchanges: bool = True
-    """Besides a ring of context ranks, try to gather keys and values and to exchange heads (Ulysses), if either may be faster."""
+    """Besides a ring of context ranks, try to gather keys and values, or to exchange heads (Ulysses), if one of these may be faster."""
     compile: bool = False
     """Compile blocks, unless the schedule defers weight gradients: compiled code cannot defer them."""
     compile_split: bool = True
     """Also compile blocks that are split among ranks."""
     again: tuple[str, ...] = (SEGMENTS, NESTED)
-    """Further recomputation policies for plans with full recomputation that do not fit."""
+    """Recomputation policies to try if a plan with full recomputation does not fit."""
     offload: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
     """Shares of the optimizer's state in host memory, for plans that do not fit on the device. The smallest share that fits
     is used; if none fits, all state is on disk; if that does not fit either, gradients are released inside the backward, or
@@ -113,8 +113,8 @@ def retained(plan: Plan, blocks: int, shares: Iterable[float]) -> list[Plan]:
 
 
 def finer(plan: Plan, model: ModelSpec) -> list[Plan]:
-    """Return forms of a plan that recomputes or moves whole blocks or MLPs, in which that is done to smaller parts. The first recompute
-    least."""
+    """Return variants of a plan that recomputes or offloads whole blocks or MLPs, in which smaller parts are recomputed or offloaded. The
+    first recompute least."""
     light = () if plan.compile else (ACTIVATION,)  # compiled code decides what an activation keeps
     latent = any(isinstance(block.attention, LatentAttentionSpec) for block in set(model.blocks))
     heads = (UP_PROJECTION,) if latent else ()
@@ -131,7 +131,8 @@ def finer(plan: Plan, model: ModelSpec) -> list[Plan]:
 
 
 def under_zero_3(plan: Plan) -> Plan:
-    """Return the plan under ZeRO 3 if it has a single data rank, for which no other ZeRO is searched than none."""
+    """Return the plan under ZeRO 3 if it has a single data rank, for which the search only tries ZeRO 0; otherwise return the plan
+    unchanged."""
     return plan.model_copy(update={"zero": 3}) if plan.dp_size == 1 else plan
 
 
@@ -204,8 +205,8 @@ def _sizes(devices: int, most: int) -> list[int]:
 
 
 def _tensors(model: ModelSpec, cluster: ClusterSpec) -> list[int]:
-    """Return tensor sizes that divide heads and hidden sizes and stay inside one domain of fast links; ranks may share a key
-    head. All divisors of the domain are tried, because one of 72 devices has divisors that `_sizes` lacks."""
+    """Return tensor sizes that divide heads and hidden sizes and stay inside one domain of fast links; ranks may share a key head. All
+    divisors of the domain are tried, because a domain of 72 devices has divisors that `_sizes` lacks."""
     domain = cluster.accelerator.scale_up_domain
     fast = min(domain, cluster.count, WIDEST)
 
@@ -274,8 +275,8 @@ def _pipelines(model: ModelSpec, devices: int) -> list[int]:
 
 
 def _experts(model: ModelSpec, ranks: int, tensor: int) -> list[tuple[int, int]]:
-    """Return sizes of the expert axis, which divide the experts and their ranks, each with the number of parts of an expert.
-    Experts at least as wide as the model may be split like attention; products of smaller ones are small already."""
+    """Return sizes of the expert axis, which divide the experts and their ranks, each with the number of parts of an expert. Experts at
+    least as wide as the model may be split like attention; matrix products of smaller experts are already small."""
     mixtures = [block.mlp for block in set(model.blocks) if isinstance(block.mlp, MoeSpec)]
     if not mixtures:
         return [(1, 1)]
@@ -289,7 +290,6 @@ def _experts(model: ModelSpec, ranks: int, tensor: int) -> list[tuple[int, int]]
 
 
 def _schedules(model: ModelSpec, pipeline: int, rounds: int, space: Space) -> list[tuple[str, int]]:
-    """Return the names and chunks of possible schedules."""
     if pipeline == 1:
         return [("1f1b", 1)]
     blocks = len(model.blocks)
@@ -315,7 +315,6 @@ class Share(NamedTuple):
 
 
 def _shares(cluster: ClusterSpec, data: int, context: int, stride: int, pipeline: int, space: Space) -> list[Share]:
-    """Return the shardings that a search tries."""
     if data * context == 1:
         return [Share(0, 1)]
     found = [Share(zero, 1) for zero in space.zero if zero < 2 or pipeline == 1]

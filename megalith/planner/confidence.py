@@ -28,9 +28,9 @@ class Confidence:
     apart: float
     """Two layouts of one search may be equally fast if their step times differ by less than this factor."""
     words: str
-    """Evidence for the interval of time."""
+    """Text with the evidence for the interval of step time."""
     factor: float = 1.0
-    """Factor of predicted times, from the user's measurements; intervals apply to the product."""
+    """Factor by which predicted times are multiplied because of the user's measurements; intervals apply to the multiplied times."""
 
     def to_json(self) -> dict[str, Any]:
         intervals = {"time": self.time._asdict(), "memory": self.memory._asdict()}
@@ -39,20 +39,20 @@ class Confidence:
 
 @dataclass(frozen=True)
 class Expected:
-    """Errors to expect of predictions for one model on one cluster, without own measurements."""
+    """Expected errors of predictions for one model on one cluster, without the user's own measurements."""
 
     kind: str
-    """The kind of its times: a dense model's, or one's with experts."""
+    """The kind of prediction for step times: for dense models, or for models with experts."""
     time: Spread
     memory: Spread
     known: bool
-    """True if times of such devices were measured."""
+    """True if step times on this kind of device were measured."""
     outside: Sequence[Beyond]
-    """Sizes outside of those whose times were measured."""
+    """Sizes of the request that are outside of the range in which times were measured."""
 
 
 def expected(model: ModelSpec, cluster: ClusterSpec, seq_len: int) -> Expected:
-    """Return the errors to expect: those of published rows, and more for devices and sizes outside of them."""
+    """Return the errors to expect: the errors on published rows, increased for devices and sizes outside of the published rows."""
     kind = "time.expert" if any(isinstance(block.mlp, MoeSpec) for block in set(model.blocks)) else "time.dense"
     sizes = {
         "parameters": float(count_model(model).total), "tokens a sequence": float(seq_len), "devices": float(cluster.count),
@@ -85,8 +85,8 @@ def confidence_of(request: ResolvedRequest, own: Sequence[Own] = ()) -> Confiden
 
 
 def _wider(spread: Spread, outside: Sequence[Beyond], *, also: float = 0.0) -> Spread:
-    """Return the spread of predictions for a shape outside of the measured ones. An unmeasured device adds as much variance
-    as a stack (`also` = 1), and we assume the same for each doubling beyond the measured sizes."""
+    """Return the spread of predictions for a shape outside of the measured shapes. An unmeasured device adds as much variance as a stack
+    (`also` = 1), and we assume the same for each doubling beyond the measured sizes."""
     more = also + max((one.doublings for one in outside), default=0.0)
     return replace(spread, between=spread.between * sqrt(1 + more))
 
@@ -110,7 +110,10 @@ def _words(request: ResolvedRequest, mine: Sequence[Own], learnt: LearnedSpread 
     followed = len(mine) - len(wrong)
     said = f"{followed} measured row{'s' * (followed != 1)} of {where}: predicted times are multiplied by {exp(learnt.mean):.2f}"
     for one in wrong:
-        said += f"; {one.name} is ignored: its time is {one.ratio:.2f} of the predicted one, which is very unlikely given the other rows"
+        said += (
+            f"{one.name} is ignored: its time is {one.ratio:.2f} times the predicted time, which is very unlikely given the other "
+            "rows"
+        )
     return said
 
 

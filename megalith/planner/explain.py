@@ -1,4 +1,4 @@
-"""Explanation of a plan: the cost of each neighbouring choice. No torch unless a part must be traced."""
+"""Explanation of a plan: the cost of each neighbouring choice. Imports torch only to trace parts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,9 +21,9 @@ class Neighbour:
     """The change as text, such as "tensor 8 -> 4"."""
     plan: Plan
     seconds: float
-    """Seconds of the changed plan's step minus those of the plan's; above 0 is slower."""
+    """Seconds of the changed plan's step minus seconds of the plan's step; above 0 is slower."""
     memory: float
-    """Bytes of the worst rank under the changed plan minus those under the plan."""
+    """Bytes of the worst rank under the changed plan minus bytes of the worst rank under the plan."""
     fits: bool
     grows: str
     """The term of step time that grows most, or shrinks least."""

@@ -1,5 +1,5 @@
-"""The number format of a plan: formats that the devices support, and the `[precision]` values that `--format` stands for on
-them. No torch."""
+"""The number format of a plan: formats that the devices support, and the `[precision]` values that `--format` stands for on these
+devices. No torch."""
 
 import json
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ RECIPES = (PrecisionSpec(multiply="codes"), PrecisionSpec(multiply="codes", gran
 def format_of(
     named: str | None, own: str | None, cluster: ClusterSpec | None, problems: list[Problem], *, ours: bool
 ) -> str | None:
-    """Return the named number format, else the run's. `ours`: Megalith's trainer computes in it."""
+    """Return the named number format, else the run's format. `ours`: True if Megalith's trainer computes in the format."""
     found = named or own or "bf16"
     if found not in PRECISIONS:
         problems.append(problem("--format", found, "is not known", f"Known: {', '.join(PRECISIONS)}."))
@@ -32,8 +32,8 @@ def format_of(
 
 
 def unable(format: str, cluster: ClusterSpec, *, ours: bool) -> list[Problem]:
-    """Return a problem if a cluster's devices do not compute in a number format. `ours`: Megalith's trainer also computes
-    narrow formats by wide products."""
+    """Return a problem if a cluster's devices do not compute in a number format. `ours`: True for Megalith's trainer, which also emulates
+    narrow formats by products in a wide format."""
     peak = cluster.accelerator.peak
     rates = {name: one.rate if ours else one.factors.rate for name, one in PRECISIONS.items()}
     if not peak or rates[format] in peak:
@@ -55,13 +55,13 @@ def is_rehearsed(run: RunSpec, cluster: ClusterSpec) -> bool:
 
 
 def follows_others(run: RunSpec) -> bool:
-    """Return True if scales follow the numbers of all ranks that hold a part of a tensor, which a compiler cannot see."""
+    """Return True if scales depend on numbers on several ranks that hold parts of a tensor, which a compiler cannot see."""
     return is_narrow(run.train.precision) and run.precision.granularity != "tile"
 
 
 def recipe(run: RunSpec, cluster: ClusterSpec) -> PrecisionSpec:
-    """Return the `[precision]` values that `train.precision` alone stands for on a cluster's devices. If the devices have
-    8-bit products, all layers that gain use them; otherwise the values are the defaults."""
+    """Return the `[precision]` values that a run file with only `train.precision` gets on a cluster's devices. If the devices have 8-bit
+    products, all layers that gain use them; otherwise the values are the defaults."""
     choices = _able(run, cluster)
     if choices is None:
         return PrecisionSpec()
@@ -76,8 +76,8 @@ def _able(run: RunSpec, cluster: ClusterSpec) -> PrecisionSpec | None:
 
 
 def losing(run: RunSpec, cluster: ClusterSpec) -> tuple[str, ...]:
-    """Return patterns of narrow layers that 8-bit products make slower under the run's plan. Return none if no choice of
-    layers makes the run faster."""
+    """Return patterns of narrow layers that 8-bit products make slower under the run's plan. Return no patterns if no choice of layers
+    makes the run faster."""
     layers = pays(run, cluster, run.precision)
     lost = losers(layers)
     if gained(layers, lost) <= 0:

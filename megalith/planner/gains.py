@@ -1,4 +1,5 @@
-"""Predicted gains of other plans for a run, corrected by the measured step of its own plan. No torch, and no slow imports."""
+"""Predicted gains of other plans for a run, corrected by the measured step of its own plan. Imports neither torch nor other slow
+packages."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

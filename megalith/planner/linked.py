@@ -19,10 +19,11 @@ KEPT = ("count", "site", "addresses", "each", "link", "tls", "grace")
 
 @dataclass(frozen=True)
 class LinkChoice:
-    """Predictions for a run across sites. `said`: with the run file's table. `chosen`: this table with its missing keys
-    chosen for the link, and `proposed`: the prediction with it; both are None if no key is missing. `gain`: tokens/s of all
-    sites (as proposed, else as in the file), divided by those of one site that trains the whole batch; None if one site
-    cannot. `together`: with gradients exchanged in every step; None if the run cannot do so, or already does."""
+    """Predictions for a run across sites. `said`: prediction with the run file's table [sites]. `chosen`: the run file's table, with
+    missing keys chosen for the link, and `proposed`: the prediction with `chosen`; both are None if no key is missing. `gain`: tokens/s
+    of all sites (as proposed, else as in the file), divided by the tokens/s of one site that trains the whole batch; None if one site
+    cannot train it. `together`: prediction if sites exchange gradients in every step; None if the run cannot exchange gradients, or
+    already does."""
 
     said: Across
     chosen: SitesSpec | None
@@ -62,7 +63,8 @@ def linked(request: ResolvedRequest, step: float, alone: Callable[[], float | No
 
 
 def _together(request: ResolvedRequest, sites: SitesSpec) -> SitesSpec | None:
-    """The run's table of sites, changed to exchange gradients; None if it already does, or if the run cannot."""
+    """The run's table of sites, changed to exchange gradients; None if sites already exchange gradients, or if the run cannot exchange
+    them."""
     run = request.run.model_copy(update={"sites": sites})
     experts = any(isinstance(block.mlp, MoeSpec) for block in request.model.blocks)
     if sites.exchanges_gradients or any(made_apart(run, experts=experts)):

@@ -1,5 +1,5 @@
-"""A user's measurements, from tables or finished runs, as logarithms of measured over predicted values. No torch unless
-a part must be traced."""
+"""A user's measurements, from tables or finished runs, as logarithms of measured over predicted values. Imports torch only to trace
+parts."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -38,7 +38,7 @@ class Own:
     software: str
     """Name of the software that trained."""
     machine: str
-    """Kind of machine that it trained on (`ClusterSpec.machine`)."""
+    """Kind of machine on which the software trained (`ClusterSpec.machine`)."""
     kind: str
     """time.dense or time.expert."""
     time: float | None
@@ -53,8 +53,8 @@ class Own:
 
 
 def measured(paths: Iterable[Path], software: str) -> tuple[Own, ...]:
-    """Return the rows of tables (.csv, in the format of the bundled measurements) and of run folders. The rows of tables are
-    for software of this name. Raises SpecErrors with every unusable file."""
+    """Return the rows of tables (.csv, in the format of the bundled measurements) and of run folders. The rows of tables are taken as
+    measurements of the software with this name. Raises SpecErrors with every unusable file."""
     found, problems = list[Own](), list[Problem]()
     for path in paths:
         try:
@@ -81,8 +81,8 @@ def _table(path: Path, software: str) -> list[Own]:
 
 
 def _taken(row: Row, choices: Sequence[Workload], software: str) -> Workload:
-    """Return the row as a workload of this software. If the row leaves settings open, return the workload nearest to the
-    measurement."""
+    """Return the row as a workload of this software. If the row leaves settings open, return the workload whose predicted time is nearest
+    to the measurement."""
     known = [replace(one, software_profile=assumed(one.plan, software)) for one in choices]
     seconds = measured_seconds(row, known[0])
     return min(known, key=lambda one: abs(log(seconds / estimate(one).time.step))) if seconds else known[0]

@@ -1,8 +1,8 @@
-"""Predictions for published trainings of named models in their own layouts. `python -m megalith.planner.named` prints both
-figures side by side.
+"""Predictions for published trainings of named models in their own layouts. `python -m megalith.planner.named` prints published and
+predicted figures side by side.
 
-No torch unless a part must be traced. Settings that a source leaves open (chunks, the microbatch) are not guessed: every choice is
-predicted, and the fastest that fits is taken, as for the rows of measurements. A run whose sources give no speed is predicted all the same.
+Imports torch only to trace parts. Settings that a source leaves open (chunks, the microbatch) are not guessed: every choice is predicted,
+and the fastest choice that fits is compared, as for the rows of measurements. A run whose sources give no speed is also predicted.
 """
 
 from collections.abc import Callable
@@ -30,12 +30,12 @@ from megalith.spec.presets import presets
 GIB = 2**30
 
 Unit = Literal["TFLOP/s", "hardware TFLOP/s", "tokens/s", "% MFU", "GPU-hours a trillion tokens", "s"]
-"""Unit of a figure: per device, except for the last two. `hardware` counts recomputation, by the source's formula."""
+"""Unit of a figure; the figure is per device, except in the last two units. `hardware` counts recomputation, by the source's formula."""
 
 
 @dataclass(frozen=True)
 class NamedRun:
-    """A published training. `plans` are all plans that its description allows."""
+    """A published training. `plans` are all plans that the description of the training allows."""
 
     name: str
     preset: str
@@ -44,13 +44,13 @@ class NamedRun:
     seq_len: int
     global_batch: int
     published: float | None
-    """None: its sources give no speed."""
+    """None if the sources of the run give no speed."""
     unit: Unit
     source: str
     software: str
-    """Whose steps are predicted: a name of `cost.software`."""
+    """The software whose steps are predicted: a name in `cost.software`."""
     program: str
-    """The software that ran it, as its source calls it."""
+    """The software that ran the training, as its source calls it."""
     format: str = "bf16"
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
     """Fields of the software's profile that are different for this run."""
@@ -86,7 +86,7 @@ class PredictedRun:
 
     @property
     def error(self) -> float | None:
-        """Error of the figure, over the published one; None without one."""
+        """Relative error of the predicted figure; None if no figure was published."""
         return None if self.named.published is None else self.figure / self.named.published - 1
 
     @property
@@ -141,7 +141,8 @@ def replay(named: NamedRun) -> PredictedRun:
 
 
 def ours(found: PredictedRun) -> Estimate | None:
-    """Predict the same layout run by this project's trainer, in bf16 where the source used fewer bits; None for what it does not run."""
+    """Predict the same layout run by this project's trainer, in bf16 if the source used fewer bits; None for runs that the trainer does
+    not support."""
     workload, plan = found.workload, found.workload.plan
     if found.named.forward_only or workload.cluster.accelerator.vendor != "NVIDIA":
         return None
@@ -160,14 +161,13 @@ def _plan(name: str = "1f1b", **sizes: Any) -> Plan:
 
 
 def _chunked(*chunks: int, **sizes: Any) -> tuple[Plan, ...]:
-    """Return one plan for each number of chunks."""
     return tuple(_plan(interleaving(n), chunks=n, **sizes) for n in chunks)
 
 
 LLAMA3 = "arXiv:2407.21783, table 4"
 
 FP16 = {"gradient_bytes": 2}
-"""Megatron sums gradients in fp32 for bf16 alone, unless told to."""
+"""By default, Megatron accumulates gradients in fp32 only if it trains in bf16; in fp16 it accumulates them in fp16."""
 
 
 def _llama3(devices: int, published: float, *, seq_len: int = 8192, context: int = 1) -> NamedRun:
@@ -262,7 +262,7 @@ NAMED: tuple[NamedRun, ...] = (
     NamedRun(
         "LLaMA 65B, 1,024 A100, TP8 PP8 DP16", "llama1-65b", "a100-80gb:1024",
         tuple(plan for m in (1, 2) for plan in _chunked(1, 2, 5, data=16, tensor=8, pipeline=8, microbatch=m)),
-        2048, 2048, 380, "tokens/s", "arXiv:2302.13971, section 2.4, there on 2,048", "llama1", "PyTorch with xformers",
+        2048, 2048, 380, "tokens/s", "arXiv:2302.13971, section 2.4, measured on 2,048", "llama1", "PyTorch with xformers",
     ),
     NamedRun(
         "Llama 2 70B, 2,048 A100 (layout unpublished: TP8, PP2 to 8)", "llama2-70b", "a100-80gb:2048",
@@ -301,7 +301,7 @@ def table() -> str:
 
 
 def row(found: PredictedRun) -> str:
-    """Return the line of one run."""
+    """Return the table line of one run."""
     named, plans = found.named, found.named.plans
     published = "none" if named.published is None else f"{_digits(named.published)} {named.unit}"
     chunks = f", {found.workload.plan.chunks} chunks" if len({plan.chunks for plan in plans}) > 1 else ""

@@ -54,7 +54,7 @@ def workload_in(request: ResolvedRequest, plan: Plan, phase: Phase) -> Workload:
 
 
 def fits_all(request: ResolvedRequest, plan: Plan, scorer: Scorer) -> bool:
-    """Return True if the plan fits in every phase. The search only looks at one phase."""
+    """Return True if the plan fits in every phase. The search itself checks only one phase."""
     if request.whole is None:
         return True
     workloads = (workload_in(request, plan, phase) for phase in Phases.of(request.whole).shapes)

@@ -1,4 +1,4 @@
-"""The best plans for a request: the value behind tables, JSON and run files. No torch unless a part must be traced."""
+"""The best plans for a request: the data behind tables, JSON and run files. Imports torch only to trace parts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -42,8 +42,8 @@ OFF = "errors of predictions: docs/planner.md"
 
 @dataclass(frozen=True)
 class PlanResult:
-    """Result of a search. `own`: prediction for the run file's plan; `trainings`: whole trainings under `found.choices`, if a
-    length is known."""
+    """Result of a search. `own`: prediction for the run file's plan; `trainings`: cost of a whole training with each of `found.choices`,
+    if the length is known."""
 
     request: ResolvedRequest
     found: SearchResult
@@ -55,7 +55,7 @@ class PlanResult:
     phases: tuple[InPhase, ...] = ()
     """The best plan in each phase of the run, if the run has several phases."""
     measured: tuple[Own, ...] = ()
-    """The user's measured rows. Predicted times move toward them, depending on their uncertainty."""
+    """The user's measured rows. Predicted times move toward the measured times, depending on the uncertainty of both."""
     linked: LinkChoice | None = None
     """Prediction of the run's sites; None without a link between sites."""
     site_plans: SitesResult | None = None
@@ -121,7 +121,7 @@ class PlanResult:
         }  # fmt: skip
 
     def _said(self, choice: Candidate | None) -> dict[str, Any]:
-        """Return a choice in short form, and whether the trainer cannot run it."""
+        """Return a choice in short form; `predicted_only` is True if the trainer cannot run it."""
         if choice is None:
             return {"layout": None, "predicted_only": None}
         only = self.request.forward_only or not self.request.ours
@@ -208,7 +208,7 @@ def find(request: ResolvedRequest, *, top: int, tick: Callable[[int, int], None]
 
 
 def choice_of(request: ResolvedRequest, plan: Plan, scorer: Scorer) -> Candidate:
-    """Return a plan with its prediction. Its memory is that of the trainer's schedule of operations."""
+    """Return a plan with its prediction. The predicted memory is counted over the trainer's program."""
     workload = workload_of(request, plan)
     return _held(request, plan, scorer, scorer.estimate(workload), scorer.held(workload))
 
@@ -251,7 +251,7 @@ class Point:
 
     @property
     def device_hours(self) -> float:
-        """Device hours of a billion tokens."""
+        """Device hours of training on a billion tokens."""
         return self.devices * self.choice.estimate.time.step / self.choice.estimate.tokens * 1e9 / 3600
 
     def to_json(self) -> dict[str, Any]:
@@ -260,8 +260,8 @@ class Point:
 
 
 def frontier(request: ResolvedRequest, found: SearchResult) -> tuple[Point, ...]:
-    """Return the Pareto frontier, the fastest layout first, on all devices and on a half, a quarter and an eighth of them
-    (only on all if figures were measured on a CPU). Fewer devices take longer and waste less."""
+    """Return the Pareto frontier, the fastest layout first, on all devices, and on a half, a quarter and an eighth of the devices (only
+    on all devices if figures were measured on a CPU). With fewer devices, a step takes longer, but less device time is wasted."""
     points = [_point(request.cluster, choice) for choice in found.pareto]
     for share in (2, 4, 8):
         if request.cluster.count % share:
@@ -344,13 +344,12 @@ def headroom() -> float:
 
 
 def short(plan: Plan) -> str:
-    """Return a layout as a short text: t8 c2 p16x4 e64 d128 z1 m1. Values of 1 are left out, except for data, ZeRO and
-    microbatch. A schedule other than (interleaved) 1F1B follows the pipeline: p16x2 zb-v d8 z1 m1. Copies of the state (HSDP)
-    follow the ZeRO stage: d64 z3 r8 m1. Parts of each expert follow the expert ranks: t4 e8x4 d16 z1 m1. Ulysses ranks, or a
-    gather of keys and values, follow the context ranks: c16u4 d8 z1 m1, c16 gather d8 z1 m1. Then comes the percentage of the
-    optimizer's state in host memory (d8 z1 m1 o50) or on disk (d8 z1 m1 disk100), with "weights" if weights are cast from it
-    and "released" if gradients are released. Last is the percentage of blocks whose activations are in host memory (d8 z1 m1
-    a50) or on disk (d8 z1 m1 a-disk100).
+    """Return a layout as a short text: t8 c2 p16x4 e64 d128 z1 m1. Values of 1 are left out, except for data, ZeRO and microbatch. A
+    schedule other than (interleaved) 1F1B follows the pipeline: p16x2 zb-v d8 z1 m1. Copies of the state (HSDP) follow the ZeRO stage:
+    d64 z3 r8 m1. Parts of each expert follow the expert ranks: t4 e8x4 d16 z1 m1. Ulysses ranks, or a gather of keys and values, follow
+    the context ranks: c16u4 d8 z1 m1, c16 gather d8 z1 m1. Then comes the percentage of the optimizer's state in host memory (d8 z1 m1
+    o50) or on disk (d8 z1 m1 disk100), with "weights" if weights are cast from this state and "released" if gradients are released. Last
+    is the percentage of blocks whose activations are in host memory (d8 z1 m1 a50) or on disk (d8 z1 m1 a-disk100).
     """
     tensor = f"t{plan.tensor} " if plan.tensor > 1 else ""
     context = f"c{plan.context}{_exchange(plan)} " if plan.context > 1 else ""
@@ -414,7 +413,7 @@ def _ways_out(request: ResolvedRequest, memory: Memory, largest: str, scorer: Sc
     need = memory.total * (1 + headroom())
     roomy = [name for name, device in catalogue().items() if device.memory is not None and device.memory >= need]
     if roomy:
-        ways.append(f"the same number of {' or '.join(roomy)} would be enough")
+        ways.append(f"{request.cluster.count:,} {' or '.join(roomy)} would be enough")
     if activations or largest == "logits":
         ways.append(f"sequences shorter than {request.run.train.seq_len:,} may be enough")
     else:

@@ -1,5 +1,4 @@
-"""Cost of breaking the field's rules on a cluster, relative to plans that follow them. No torch unless a part must be
-traced."""
+"""Cost of breaking the field's rules on a cluster, relative to plans that follow them. Imports torch only to trace parts."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,18 +20,18 @@ GAINED = 1e-3
 
 @dataclass(frozen=True)
 class Price:
-    """A broken rule, and the cost relative to a plan that follows it. `instead`: that plan; None if no such plan passes
-    megalith check."""
+    """A broken rule, and the cost relative to a plan that follows it. `instead`: the plan that follows the rule; None if no such plan
+    passes megalith check."""
 
     problem: Problem
     change: str
     instead: Plan | None
     seconds: float
-    """Seconds of a step minus those under `instead`; below 0: following the rule would be slower."""
+    """Seconds of a step minus seconds of a step under `instead`; below 0: following the rule would be slower."""
     share: float
     """`seconds` divided by the step of the unchanged plan."""
     memory: float
-    """Bytes of the worst rank minus those under `instead`."""
+    """Bytes of the worst rank minus bytes of the worst rank under `instead`."""
     fits: bool
     """True if `instead` fits."""
     dollars: float | None
@@ -60,7 +59,7 @@ Followed = Iterator[tuple[str, Plan]]
 
 
 def _fewer_tensor_ranks(plan: Plan, request: ResolvedRequest) -> Followed:
-    """Give the tensor ranks to data, or to the pipeline."""
+    """Yield plans with fewer tensor ranks and more data ranks or pipeline ranks."""
     fast = request.cluster.accelerator.scale_up_domain
     times = -(-plan.tensor // fast)
     if plan.tensor % times == 0:
@@ -108,7 +107,7 @@ REMEDIES: Mapping[str, Callable[[Plan, ResolvedRequest], Followed]] = {
     "plan.recompute": _recomputed,
     "plan.expert": _experts_near,
 }
-"""Key of an advice -> plans that follow it. Advice about other keys has no cost in time."""
+"""Key of an advice -> plans that follow it. Breaking advice about other keys costs no time."""
 
 
 def prices(request: ResolvedRequest, plan: Plan) -> tuple[Price, ...]:
@@ -121,7 +120,7 @@ def prices(request: ResolvedRequest, plan: Plan) -> tuple[Price, ...]:
 
 
 def prices_of(result: PlanResult) -> tuple[Price, ...]:
-    """Return the prices of the run file's plan; without one, of the best plan."""
+    """Return the prices of the rules that the run file's plan breaks, or, if the run file has no plan, the best plan."""
     subject = result.own or result.found.best
     if subject is None or result.request.forward_only:
         return ()

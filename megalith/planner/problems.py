@@ -44,10 +44,10 @@ def across_sites(spec: RunSpec, *, out: bool, cluster: str | None, batch: int | 
     if named and len(Phases.of(spec).all) > 1:
         reason = "has clusters, but the run has phases: shares would only suit the batch of one phase"
         found.append(
-            Problem("error", "sites.each", len(sites.each), reason, "Leave out the clusters, or the phases and the ramp.")
+            Problem("error", "sites.each", len(sites.each), reason, "Leave out the clusters, or the phases and the batch ramp.")
         )
     if own_batch(spec) == 0:
-        reason = f"leaves sites without samples: they divide a step's samples into {sites.parts} parts"
+        reason = f"leaves sites without samples: the sites divide a step's samples into {sites.parts} parts"
         found.append(Problem("error", "train.global_batch", spec.train.global_batch, reason, f"Use {sites.parts} or more."))
     return found
 

@@ -1,4 +1,4 @@
-"""Request for a plan, from a run file or from command-line options. All mistakes in it are reported at once. No torch."""
+"""Request for a plan, from a run file or from command-line options. All mistakes in a request are reported at once. No torch."""
 
 import re
 from dataclasses import dataclass, replace
@@ -88,7 +88,7 @@ class ResolvedRequest:
     offload: bool = False
     software: str = OURS
     factor: float = 1.0
-    """Factor of predicted times, from the user's measurements."""
+    """Factor by which predicted times are multiplied because of the user's measurements."""
     whole: RunSpec | None = None
     """The run with all its phases, if it has several; `run` is then limited to the phase that reads the most tokens."""
     sites: SitesSpec | None = None
@@ -103,7 +103,7 @@ class ResolvedRequest:
 
     @property
     def compiles(self) -> bool:
-        """True if blocks are compiled: as the run file states; without one, on GPUs."""
+        """True if blocks are compiled: as the run file states; if no run file is given, on GPUs."""
         if self.ours and (formats.is_rehearsed(self.run, self.cluster) or packs(self.run.precision, self.run.train.precision)):
             return False  # a compiler may leave out roundings, and decides what is kept
         if self.resolved is not None:
@@ -139,8 +139,8 @@ class ResolvedRequest:
         return formats.gains(run, self.cluster) if codes else None
 
     def widened(self, plan: Plan) -> "ResolvedRequest | None":
-        """Return the request with all layers wide that the chosen recipe makes slower under a plan; None if no further layer
-        is."""
+        """Return the request with further wide layers, which the chosen recipe makes slower under a plan; None if there are no further
+        such layers."""
         more = formats.losing(self.run.model_copy(update={"plan": plan}), self.cluster) if self.chosen else ()
         if not more:
             return None
@@ -184,7 +184,7 @@ def resolve(plan_request: PlanRequest) -> ResolvedRequest:
     ours = plan_request.software == OURS and not plan_request.forward_only
     format_ = formats.format_of(plan_request.format, spec and spec.train.precision, cluster, problems, ours=ours)
     if plan_request.out and plan_request.software != OURS:
-        reason = "is not Megalith, but --out writes a run file for Megalith, which needs other memory and time"
+        reason = "is not Megalith, but --out writes a run file for Megalith, which needs a different amount of memory and time"
         problems.append(problem("--software", plan_request.software, reason, "Leave out --out or --software."))
     if plan_request.software not in SOFTWARE:
         problems.append(problem("--software", plan_request.software, "is not known", f"Known: {', '.join(SOFTWARE)}."))
@@ -192,7 +192,7 @@ def resolve(plan_request: PlanRequest) -> ResolvedRequest:
     batch, notes = _batch(plan_request, spec, seq_len, problems)
     notes = (*taken, *noted, *notes)
     if plan_request.out and (own := of_cluster(plan_request.overrides)):
-        notes = (*notes, f"--out writes the cluster's name without {', '.join(own)}; a cluster file can contain these values")
+        notes = (*notes, f"--out writes the cluster's name but not {', '.join(own)}; a cluster file can contain these values")
     if sites is not None:
         notes = (*notes, f"planned for one of {sites.count} sites, between merges")
     tokens = None if plan_request.forward_only else _tokens(plan_request, spec, whole, problems)
@@ -233,12 +233,12 @@ def resolve(plan_request: PlanRequest) -> ResolvedRequest:
 
 
 def _small(run: RunSpec) -> RunSpec:
-    """The run with moments in 8 bits."""
     return run.model_copy(update={"optimizer": run.optimizer.model_copy(update={"moments": "fp8"})})
 
 
 def _kept(run: RunSpec) -> RunSpec:
-    """The run with inputs of products and of activations kept in 8 bits, without compilation, which prevents this."""
+    """The run with inputs of products and of activations kept in 8 bits, and without compilation, because compiled code decides itself
+    what is kept."""
     precision, plan = run.precision.model_copy(update={"kept": "fp8"}), run.plan.model_copy(update={"compile": False})
     return run.model_copy(update={"precision": precision, "plan": plan})
 
@@ -265,7 +265,7 @@ def _not_of_prefill(plan_request: PlanRequest) -> list[Problem]:
     given = {
         "--tokens": plan_request.tokens, "--compute-optimal": plan_request.compute_optimal or None, "--out": plan_request.out or None,
     }  # fmt: skip
-    reason = "applies to training, but --forward-only predicts none"
+    reason = "applies to training, but --forward-only predicts a prefill"
     return [problem(name, value, reason, f"Leave out {name} or --forward-only.") for name, value in given.items() if value]
 
 
@@ -312,9 +312,9 @@ def named_model(name: str) -> Any:
         return known[found[0]].build()
     if found:
         reason = f"may mean {', '.join(found[:-1])} or {found[-1]}"
-        raise SpecErrors([problem("--model", name, reason, f"Name one of them, such as --model {found[-1]}.")])
+        raise SpecErrors([problem("--model", name, reason, f"Name one of these models, such as --model {found[-1]}.")])
     nearest = near(name, known)
-    way_out = f"{f'Did you mean {nearest!r}? ' if nearest else ''}`megalith models` lists all."
+    way_out = f"{f'Did you mean {nearest!r}? ' if nearest else ''}`megalith models` lists all models."
     raise SpecErrors([problem("--model", name, "no preset has this name", way_out)])
 
 
@@ -330,7 +330,7 @@ def _cluster(plan_request: PlanRequest, spec: RunSpec | None, problems: list[Pro
 
 
 def _length(plan_request: PlanRequest, spec: RunSpec | None, model: Any) -> tuple[int | None, tuple[str, ...]]:
-    """Return the tokens of a sequence. If they were not given, use the model's context, but at most LENGTH, with a note."""
+    """Return the tokens of a sequence. If --seq-len was not given, use the model's context, but at most LENGTH, with a note."""
     length = plan_request.seq_len or (spec.train.seq_len if spec else None)
     if length is not None or model is None or plan_request.path is not None:
         return length, ()
@@ -348,7 +348,7 @@ def _batch(
     """Return the sequences of a step, and notes on rounding."""
     text = plan_request.global_batch_tokens
     if text and plan_request.global_batch:
-        way_out = "Leave one of the two out."
+        way_out = "Remove one of these two options."
         problems.append(
             problem("--global-batch-tokens", text, f"means the same as --global-batch {plan_request.global_batch}", way_out)
         )
@@ -363,7 +363,7 @@ def _batch(
         )
     wanted = quantity(text, thousand=1024)
     if wanted is None:
-        way_out = "Write 16M (16 x 2^20, as batches are counted), or 16e6."
+        way_out = "Write 16M (16 x 2^20, the usual count for batches), or 16e6."
         problems.append(problem("--global-batch-tokens", text, "is not a number of tokens", way_out))
         return None, ()
     if seq_len is None:
@@ -377,7 +377,7 @@ def _batch(
 
 def _tokens(plan_request: PlanRequest, spec: RunSpec | None, whole: RunSpec | None, problems: list[Problem]) -> float | None:
     if plan_request.tokens is not None and plan_request.compute_optimal:
-        way_out = "Leave one of the two out."
+        way_out = "Remove one of these two options."
         problems.append(
             problem("--tokens", plan_request.tokens, "conflicts with --compute-optimal: both set the length of training", way_out)
         )
@@ -431,7 +431,7 @@ def _not_dealt(model: ModelSpec, cluster: ClusterSpec, seq_len: int, batch: int,
 def _run(
     spec: RunSpec | None, model: Any, cluster: str, seq_len: int, batch: int, precision: str, tokens: float | None
 ) -> RunSpec:
-    """Return the run to plan for: the run file's, or a run of the given values and defaults."""
+    """Return the run to plan for: the run file's run, or a run of the given values and defaults."""
     steps = max(1, round(tokens / (batch * seq_len))) if tokens else STEPS
     if spec is not None:
         train = spec.train.model_copy(update={"seq_len": seq_len, "global_batch": batch, "precision": precision, "steps": steps})

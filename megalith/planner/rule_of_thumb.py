@@ -42,7 +42,7 @@ class FewestDevices(NamedTuple):
 
 @dataclass(frozen=True)
 class RuleOfThumb:
-    """One line of the table."""
+    """The table's line for one model."""
 
     model: str
     parameters: int
@@ -52,7 +52,7 @@ class RuleOfThumb:
 
 
 def thumb(model: str, *, counts: Sequence[int] = COUNTS, typical: Sequence[int] = TYPICAL) -> RuleOfThumb:
-    """Return the line of a model, for its context but at most 8,192 tokens, and 4M tokens a step."""
+    """Return the table's line for a model, with sequences of the model's context but at most 8,192 tokens, and 4M tokens a step."""
     request = resolve(PlanRequest(model=model, cluster=f"{DEVICE}:{typical[-1]}"))
     return RuleOfThumb(
         model, count_model(request.model).total, _least(model, counts), tuple(_best(model, count) for count in typical)

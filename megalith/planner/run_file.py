@@ -1,4 +1,4 @@
-"""Run file with the best plan. No torch unless a part must be traced."""
+"""Run file with the best plan. Imports torch only to trace parts."""
 
 from megalith.planner.linked import whole_batch
 from megalith.planner.plan_result import PlanResult, short
@@ -34,7 +34,7 @@ def as_run(result: PlanResult) -> str:
     )
     if request.resolved is None:
         head += f"# data.path = {DATA!r} is a guess: write your own"
-        head += "." if request.tokens else f"; train.steps = {STEPS} is one, too."
+        head += "." if request.tokens else f"; train.steps = {STEPS} is a guess, too."
         head += "\n"
     return head + text.partition("\n")[2]
 

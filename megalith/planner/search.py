@@ -1,5 +1,5 @@
-"""Search for the best plans for a model on a cluster. Memory is checked first; then time is computed in closed form. A
-schedule without a closed form is simulated if the plan could be among the best. No torch unless a part must be traced."""
+"""Search for the best plans for a model on a cluster. Memory is checked first; then time is computed in closed form. A schedule without a
+closed form is simulated if the plan could be among the best. Imports torch only to trace parts."""
 
 from bisect import insort
 from collections.abc import Callable, Hashable, Sequence
@@ -70,14 +70,14 @@ class SearchResult:
     closest: Candidate | None
     """The plan that needs the least memory, if nothing fits."""
     refused: int = 0
-    """Number of plans that `valid` refused although they are as fast as the shown ones."""
+    """Number of plans that `valid` refused although they are at least as fast as the slowest shown plan."""
     offloaded: int = 0
-    """Number of plans that only fit with some of the optimizer's state or of the activations in host memory or on disk. They
-    are not in `too_large`."""
+    """Number of plans that only fit with some of the optimizer's state or of the activations in host memory or on disk. Plans that fit
+    only in this way are not in `too_large`."""
     runnable: Candidate | None = None
     """The best plan that leaves all state and activations on the devices."""
     recomputed: int = 0
-    """Number of plans that only fit with recomputation in segments. They are not in `too_large`."""
+    """Number of plans that only fit with recomputation in segments. Plans that fit only in segments are not in `too_large`."""
 
     @property
     def best(self) -> Candidate | None:
@@ -112,9 +112,9 @@ def search(
     scorer: "Scorer | None" = None,
     tick: Callable[[int, int], None] = lambda done, total: None,
 ) -> SearchResult:
-    """Return the `top` fastest plans that fit, for the software of this name in `cost.software`. `global_batch` counts
-    sequences. The result leaves out plans that `valid` refuses, and plans with the same value of `differ` as a faster plan.
-    `tick` gets the number of new parts traced so far, and of all new parts."""
+    """Return the `top` fastest plans that fit, for the software of this name in `cost.software`. `global_batch` counts sequences. The
+    result leaves out plans that `valid` refuses, and plans for which `differ` returns the same value as for a faster plan. `tick` gets
+    the number of model parts traced so far, and the number of parts to trace."""
     scorer, space = scorer or Scorer(calibration()), space or Space()
     plans = candidates(model, cluster, seq_len=seq_len, global_batch=global_batch, space=space)
     how = {"optimizer": optimizer, "moments": moments, "master": master, "gradients": gradients, "narrow": narrow, "outer": outer}
@@ -158,8 +158,8 @@ class BoundedCandidate(NamedTuple):
 
 
 class _Sorter:
-    """Workloads that fit, sorted into those whose time has a closed form, those without one, and those with offloaded state
-    or activations."""
+    """Workloads that fit, in three groups: the step time has a closed form, it has no closed form, or state or activations are
+    offloaded."""
 
     def __init__(self, scorer: "Scorer", space: Space) -> None:
         self.scorer, self.space = scorer, space
@@ -167,10 +167,10 @@ class _Sorter:
         self.waiting: list[BoundedCandidate] = []
         self.offloaded: list[BoundedCandidate] = []
         self.least: Sized | None = None
-        """The workload with the least memory of those that do not fit."""
+        """The workload with the least memory among the workloads that do not fit."""
         self.too_large = self.recomputed = self.away = 0
         self._smallest: dict[tuple[Any, ...], int] = {}
-        """By all other choices, the smallest microbatch that does not fit; larger ones do not fit either."""
+        """For each combination of all other choices, the smallest microbatch that does not fit; larger microbatches do not fit either."""
 
     def add(self, workload: Workload) -> None:
         """Sort in a workload. Workloads that only differ in the microbatch must come in ascending order."""
@@ -198,8 +198,8 @@ class _Sorter:
                 self.least = again[-1]
 
     def _keep(self, workload: Workload, held: Memory) -> None:
-        """Keep a workload that fits. If it leaves little memory free, also keep forms that need less, because the exact count
-        may be higher."""
+        """Keep a workload that fits. If the workload leaves little memory free, also keep variants that need less memory, because the
+        exact memory may be higher."""
         scorer = self.scorer
         if kind(workload.plan.schedule).fills_and_drains:
             insort(self.fitting, _choice(workload, held, scorer), key=_step)
@@ -222,7 +222,7 @@ Sized = tuple[Workload, Memory]
 
 
 def _again(workload: Workload, held: Memory, scorer: "Scorer", policies: Sequence[str]) -> list[Sized]:
-    """Return forms of a workload that need less memory: first the workload itself, or, if it recomputes all blocks, the
+    """Return forms of a workload that need less memory: first the workload itself, or, if the workload recomputes all blocks, the
     segments with the least memory; then nested segments, which compute more, if they need less memory."""
     plan, found = workload.plan, [(workload, held)]
     if plan.recompute != "full" or not scorer.fits(workload, replace(held, activations=0.0, optimizer=0.0)):
@@ -253,8 +253,9 @@ def _elsewhere(
 
 
 def _lighter(bases: Sequence[Sized], scorer: "Scorer", shares: Sequence[float]) -> Sized | None:
-    """Return the first of some workloads that fits with some of its optimizer's state elsewhere, and its memory: with the least share in
-    host memory; with all of it on disk; with that and gradients released; with weights there, too, under ZeRO 3. None: none does."""
+    """Return the first of some workloads that fits after some of its optimizer's state is offloaded, and its memory. Offloading is tried
+    in this order: the smallest share in host memory; all state on disk; all state on disk and gradients released; under ZeRO 3, all state
+    and weights on disk. None: none does."""
     gathering = [(other, held) for one, held in bases if host.has_weights(other := replace(one, plan=under_zero_3(one.plan)))]
     freed, both = ([sized for sized in some if released.can_be(sized[0])] for some in (bases, gathering))
     tried: Sequence[tuple[Sequence[Sized], str, Sequence[StateSpec]]] = (
@@ -276,9 +277,9 @@ def _lighter(bases: Sequence[Sized], scorer: "Scorer", shares: Sequence[float]) 
 
 
 def _retained(workload: Workload, held: Memory, scorer: "Scorer", shares: Sequence[float]) -> list[Sized]:
-    """Return the forms of a workload with offloaded activations that fit: each share of blocks in host memory, because the
-    exact count may be higher, else all blocks on disk. If none fits, return the forms with all activations offloaded that
-    need less memory."""
+    """Return the variants of a workload that fit with offloaded activations: every share of blocks in host memory that fits, because the
+    exact memory may be higher, or, if no share fits, all blocks on disk. If none fits, return the forms with all activations offloaded
+    that need less memory."""
     if (
         not shares
         or not workload.software_profile.ours
@@ -305,8 +306,8 @@ def hiding(plan: Plan, known: SoftwareProfile) -> SoftwareProfile:
 
 
 def _simulated(waiting: list[BoundedCandidate], known: Sequence[Candidate], scorer: "Scorer", *, most: int) -> list[Candidate]:
-    """Simulate the candidates in `waiting`, and return them with those in `known`, the fastest first. A plan that would not
-    be among the first `most` even without idle time is left out."""
+    """Simulate the candidates in `waiting`, and return them and the candidates in `known`, the fastest first. A plan that would not be
+    among the first `most` even without idle time is left out."""
     ranked = sorted(known, key=_step)
     queue = [(one.bound, number, one) for number, one in enumerate(waiting)]
     heapify(queue)
@@ -324,8 +325,8 @@ def _simulated(waiting: list[BoundedCandidate], known: Sequence[Candidate], scor
 
 
 def _finer(ranked: Sequence[Candidate], like: Workload, scorer: "Scorer", most: int) -> list[Candidate]:
-    """Return candidates, the fastest first, and for each of the first `most` its fastest form that recomputes or moves smaller parts, if
-    that fits and is faster."""
+    """Return candidates, the fastest first; for each of the first `most` also its fastest variant that recomputes or offloads smaller
+    parts, if this variant fits and is faster."""
     known = [one.plan for one in ranked[:most]]
     forms = {plan: base for base in ranked[:most] for plan in finer(base.plan, like.model) if plan not in known}
     others = [replace(like, plan=plan, software_profile=assumed(plan)) for plan in forms]

@@ -21,9 +21,9 @@ from megalith.spec.sites import SitesSpec
 PARTS = 64
 """Largest number of parts into which a step's samples are divided."""
 CLOSE = 1.02
-"""A division into fewer parts is chosen if its step is at most this many times as long."""
+"""A division into fewer parts is chosen if its step takes at most this factor times as long as the shortest step."""
 TRIES = 4
-"""Largest number of corrections of shares by the step times of their plans."""
+"""Largest number of times that shares are corrected by the step times of the plans found for them."""
 
 
 @dataclass(frozen=True)
@@ -133,9 +133,9 @@ def single_site(request: ResolvedRequest, batch: int) -> ResolvedRequest:
 
 
 def share_out(rates: Sequence[float], batch: int, able: Callable[[int], bool]) -> tuple[int, ...] | None:
-    """Return shares of a batch, as numbers of equal parts, for sites that train at these rates in samples/s. Of all divisions
-    whose step is nearly the shortest, the one with the fewest parts is chosen. `able`: True if all sites can divide a part of
-    this number of samples. Return None if no division works."""
+    """Return shares of a batch, as numbers of equal parts, for sites that train at the given rates in samples/s. Of all divisions whose
+    step is nearly the shortest, the division with the fewest parts is chosen. `able`: True if all sites can divide a part of this number
+    of samples. Return None if no division works."""
     found = list[tuple[float, tuple[int, ...]]]()
     for parts in range(len(rates), PARTS + 1):
         if batch % parts or not able(batch // parts):
@@ -166,7 +166,6 @@ def _planned(
     there: Sequence[ClusterSpec],
     search: Callable[[ResolvedRequest], SearchResult],
 ) -> SitesResult:
-    """Find the best plan of each site for its share."""
     assert request.sites is not None and request.resolved is not None
     each = tuple(one.model_copy(update={"share": share}) for one, share in zip(request.sites.each, shares, strict=True))
     sites = request.sites.model_copy(update={"each": each})

@@ -1,5 +1,5 @@
-"""Analysis of a run that is slower than predicted: the terms of its step compared with the prediction, and changes to try, sorted
-by gain. No torch unless a part must be traced."""
+"""Analysis of a run that is slower than predicted: the terms of its step compared with the prediction, and changes to try, sorted by
+gain. Imports torch only to trace parts."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,7 +43,7 @@ class SlowdownReport:
 
     @property
     def to_blame(self) -> Term | None:
-        """The term that exceeds its prediction most; None if the excess is not notable."""
+        """The term that exceeds its prediction most; None if the excess is too small to matter."""
         first = self.terms[0]
         return first if first.over > NOTABLE * self.predicted else None
 

@@ -6,7 +6,7 @@ from megalith.planner.search import Candidate
 from megalith.spec.cluster import ClusterSpec
 
 IDLE_POWER = 1.35
-"""Power of a data centre over that of its devices: hosts, network, cooling."""
+"""Power of a data centre (hosts, network, cooling), divided by the power of its devices."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Guided way to a first plan, one technique at a time: how the model fits, which microbatch it takes, and what makes it fast.
-No torch unless parts are traced."""
+"""Guided way to a first plan, one technique at a time: how the model fits, which microbatch it takes, and what makes it fast. Imports
+torch only to trace parts."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from megalith.spec.state import MASTER, bytes_each, kept
 from megalith.spec.treatment import kept_of, slots_of
 
 CLOSE = 3
-"""Number of layouts, the smallest by the quick count of memory, whose memory is then counted exactly."""
+"""Number of layouts whose memory is counted exactly: the layouts with the least memory by the quick count."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Technique:
     does: str
     used: Callable[[Plan], bool]
     spares: bool = True
-    """True if it reduces the memory of the worst rank."""
+    """True if this technique reduces the memory of the worst rank."""
 
 
 PLAIN = Technique(
@@ -40,7 +40,7 @@ PLAIN = Technique(
 )
 
 TECHNIQUES: tuple[Technique, ...] = (
-    Technique("expert parallelism", "experts are divided among ranks, and tokens are sent to them", lambda plan: plan.expert > 1),
+    Technique("expert parallelism", "experts are divided among ranks, and tokens are sent to these ranks", lambda plan: plan.expert > 1),
     Technique("ZeRO 1", "each data rank keeps a share of the optimizer's state", lambda plan: plan.zero == 1),
     Technique("ZeRO 2", "each data rank also keeps a share of the gradients", lambda plan: plan.zero == 2),
     Technique("ZeRO 3", "each data rank also keeps a share of the weights, gathered block by block (FSDP)", lambda plan: plan.zero == 3),
@@ -149,7 +149,8 @@ def a_parameter(request: ResolvedRequest) -> str:
 
 
 def _state(request: ResolvedRequest) -> float:
-    """Return the bytes of state per parameter. Weights whose compute format is that of the master weights count once."""
+    """Return the bytes of state per parameter. If compute weights have the format of master weights, they are the same tensor and count
+    once."""
     compute = _compute(request)
     optimizer, gradients = request.run.optimizer, request.run.train.gradients
     slots = kept(compute, slots_of(optimizer), master=optimizer.master, gradients=gradients)
@@ -162,7 +163,7 @@ def _compute(request: ResolvedRequest) -> str:
 
 @dataclass(frozen=True)
 class _Spread:
-    """All layouts whose schedule has a closed form of its time, with the quick count of their memory."""
+    """All layouts whose step time has a closed form, each with its memory by the quick count."""
 
     request: ResolvedRequest
     scorer: Scorer
@@ -209,8 +210,7 @@ class _Spread:
 
 
 def _fit(spread: _Spread) -> Iterator[Row]:
-    """Yield the smallest layout after each technique that saves memory, until one fits. Techniques that save nothing are left
-    out."""
+    """Yield the smallest layout after each technique that saves memory, until one fits. Techniques that save no memory are left out."""
     allowed: list[Technique] = []
     before: Candidate | None = None
     for technique in (PLAIN, *(one for one in TECHNIQUES if one.spares)):

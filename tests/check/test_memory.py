@@ -41,9 +41,9 @@ AWAY = ["plan.state.optimizer=disk", "plan.state.weights=disk", "plan.zero=3", "
         (
             ["cluster=h100", "optimizer.kind=muon", "plan.state.optimizer=host"],
             "plan.state.optimizer",
-            "would update in host memory, but muon needs each whole matrix, and other GPUs have parts of it",
+            "would update in host memory, but muon needs each whole matrix, and other GPUs have parts of each matrix",
         ),
-        (["plan.state.release=true"], "plan.state.release", "copies of 12 bytes a parameter, but saves only 4"),
+        (["plan.state.release=true"], "plan.state.release", "copies of 12 bytes a parameter, but release saves only 4"),
         ([*RELEASED, "plan.state.share=0.5"], "plan.state.release", 'Use plan.state.optimizer = "disk" with share = 1.'),
         ([*RELEASED, "train.global_batch=4"], "plan.state.release", "saves nothing with 4 microbatches a step"),
         ([*RELEASED, "train.precision=fp32"], "plan.state.release", "the master weights stay in memory"),
@@ -59,7 +59,7 @@ AWAY = ["plan.state.optimizer=disk", "plan.state.weights=disk", "plan.zero=3", "
         ([*RELEASED, "fleet.verify_every=10"], "plan.state.release", "fleet.verify_every = 10 needs all gradients"),
         ([*AWAY, "plan.state.optimizer=host"], "plan.state.weights", 'Use plan.state.optimizer = "disk", or weights = "device".'),
         ([*AWAY, "plan.zero=2"], "plan.state.weights", "plan.zero = 2 keeps all weights on each rank. Use plan.zero = 3"),
-        ([*AWAY, "train.precision=fp32"], "plan.state.weights", "both are the same and stay"),
+        ([*AWAY, "train.precision=fp32"], "plan.state.weights", "the weights are the master weights and stay"),
         ([*AWAY, "optimizer.master=split16"], "plan.state.weights", "makes the master weights from the compute weights"),
         ([*RELEASED, "plan.post_validation=true"], "plan.state.release", "plan.post_validation = true needs all gradients"),
         (

@@ -23,7 +23,7 @@ from tests.check.runs import HYBRID, advice, errors, found, is_named
         (["plan.context=2", "plan.tensor=2", "train.seq_len=124"], "train.seq_len", "2 x context 2 x tensor 2 = 8"),
         (["plan.context=4", "plan.ulysses=3"], "plan.ulysses", "does not divide plan.context = 4. Use ulysses = 1, 2 or 4."),
         (["plan.context=16", "plan.ulysses=16"], "plan.ulysses", "does not divide heads = 8"),
-        (["plan.expert=2", "plan.data=2"], "plan.expert", "the model has none"),
+        (["plan.expert=2", "plan.data=2"], "plan.expert", "the model has no experts"),
         (
             ["plan.expert=3", "plan.data=2", "model.preset=mixtral-8x7b"],
             "plan.expert",

@@ -135,7 +135,9 @@ def test_scales_of_steps_of_another_size_are_named(change: str, late: str) -> No
 def test_cut_experts_have_no_shared_scale_and_no_place() -> None:
     cut = ("model.preset=deepseek-tiny", "train.seq_len=128", "plan.data=2", "plan.expert_tensor=2", "precision.tile=16")
     said = [f"{p.reason}. {p.way_out}" for p in errors("train.precision=nvfp4", *cut) if p.key == "plan.expert_tensor"]
-    assert any("a scale for each tensor" in one for one in said) and any("does not know which outputs" in one for one in said)
+    assert any("a scale for each tensor" in one for one in said) and any(
+        "does not know the positions of its outputs" in one for one in said
+    )
     assert not errors("train.precision=nvfp4", *cut, 'precision.wide=["*.experts"]')
     assert not errors("train.precision=mxfp4", *cut, "precision.rounding=nearest")
 
@@ -159,7 +161,7 @@ def test_blocks_become_wide_by_comparisons_alone() -> None:
     assert "Use watch_every = 100, for example, or auto = 0." in reasons(*asked)["precision.auto"]
     assert not errors(*asked, "precision.watch_every=100")
     assert (
-        "each site would make other blocks wide"
+        "each site would make different blocks wide"
         in reasons(*asked, "precision.watch_every=100", "sites.count=2")["precision.auto"]
     )
     assert "precision.watch_every" in advice("train.precision=bf16", *FP8[1:], "precision.watch_every=100")

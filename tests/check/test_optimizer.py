@@ -9,7 +9,7 @@ from tests.check.runs import advice, errors, found, is_named
     ("groups", "said"),
     [
         ('{pattern = "*.attentoin.*"}', "matches none of the model's 39 parameters. A pattern must match a whole name"),
-        ('{pattern = "blocks.0.*"}, {pattern = "blocks.*"}', "later groups also match all 9 of its matches"),
+        ('{pattern = "blocks.0.*"}, {pattern = "blocks.*"}', "later groups also match all 9 parameters that it matches"),
     ],
 )
 def test_a_group_of_nothing_is_named(groups: str, said: str) -> None:

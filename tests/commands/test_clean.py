@@ -105,5 +105,5 @@ def test_a_run_that_ends_says_what_it_leaves(code: ExitCode, run: Path, monkeypa
     monkeypatch.setattr(controller, "run_here", run_here)
     result = call("train", str(run))
     assert result.exit_code == code, result.output
-    words = "the state after step 40. The same command resumes from it; `megalith clean runs/first` clears it"
+    words = "the state after step 40. The same command resumes from this copy; `megalith clean runs/first` clears the copy"
     assert (words in result.stderr) == (code == ExitCode.LOST)

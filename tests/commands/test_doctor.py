@@ -77,7 +77,7 @@ def test_a_calibration_is_a_cluster_file_that_is_not_overwritten_unasked(tmp_pat
         (
             "machine.toml",
             {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
-            "Run it without torchrun or srun",
+            "Run the command without torchrun or srun",
         ),
     ],
 )

@@ -91,8 +91,8 @@ def proven(outcome: str, name: str = "dense; data 2 shards") -> dict[str, Any]:
         (["equal", "equal"], 0, "equal: 2 combinations (seed 7, up to 2 ranks) give the same result as one process"),
         (["equal", "NOT equal"], 1, "NOT equal: 1 of 2 combinations"),
         (["equal", "failed"], 1, "rank 1 [broke]"),
-        (["equal", "tie", "equal"], 0, "1 tied, and is not counted"),
-        (["equal", "tie"], 1, "not shown: only 1 combinations could be compared, and 2 were requested"),
+        (["equal", "tie", "equal"], 0, "1 combination not counted"),
+        (["equal", "tie"], 1, "not shown: only 1 combinations could be compared, but 2 were requested"),
     ],
     ids=str,
 )

@@ -62,5 +62,5 @@ def test_a_domain_of_weight_0_never_comes_and_a_tiny_one_does():
 
 @pytest.mark.parametrize("weights", [[], [0.0], [-1.0, 2.0], [math.nan], [math.inf, 1.0]])
 def test_weights_that_are_no_shares_are_refused(weights):
-    with pytest.raises(ValueError, match="no shares"):
+    with pytest.raises(ValueError, match="not valid shares"):
         Mixture(weights)

@@ -274,7 +274,7 @@ def test_a_file_of_a_folder_is_not_read_again_as_a_source(tmp_path):
     (tmp_path / "d").mkdir()
     inside = _lines(tmp_path / "d" / "a.jsonl", "one", "two", "three")
     with pytest.raises(
-        DataError, match=r"a\.jsonl' holds only text that another source has too: .* has the same bytes as .*held out"
+        DataError, match=r"a\.jsonl' holds only text that is also in another source: .* has the same bytes as .*held out"
     ):
         prepare([f"a={tmp_path / 'd'}", f"b={inside}"], tokenizer=BYTES, out=tmp_path / "out")
     _lines(tmp_path / "d" / "b.jsonl", "four")

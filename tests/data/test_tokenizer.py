@@ -103,7 +103,7 @@ def test_a_small_text_gives_fewer_tokens_than_asked_for(tmp_path):
         ("{", "it is not JSON"),
         ("[1]", "no model with a vocab"),
         ('{"vocab": {}, "merges": []}', r"no model with a vocab \(its keys: vocab, merges\)"),
-        ('{"model": {"type": "New", "vocab": {}}}', "not a tokenizer.json that tokenizers"),
+        ('{"model": {"type": "New", "vocab": {}}}', "not a tokenizer.json that version"),
         (_words({"?": 0, "a": 1}), "none of the tokens that usually end a document"),
     ],
 )

@@ -75,7 +75,7 @@ def test_noise_decides_nothing_and_what_is_not_worse_has_no_end():
     assert {row.verdict for row in noisy.rows if row.factor > 1} == {"not decided"} and noisy.begins is None
     assert noisy.words.startswith("No batch above the run's own 8 sequences has a clear verdict")
     good = judge(_losses({1.0: 0.0, 2.0: 0.0}, 0.001), batch=8, seq_len=16, tolerance=0.005)
-    assert (good.critical, good.begins) == (16, None) and "the largest decided batch" in good.words
+    assert (good.critical, good.begins) == (16, None) and "the largest batch with a verdict" in good.words
 
 
 def test_one_replica_has_no_error_and_says_so():

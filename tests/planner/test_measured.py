@@ -79,7 +79,7 @@ def test_a_row_that_is_far_off_is_named_and_not_followed(tmp_path: Path):
     rows = measured([run_folder(tmp_path / str(n), ratio) for n, ratio in enumerate((1.1, 2.6, 1.12, 1.08))], "megalith")
     found = confidence_of(resolve(PlanRequest(**WORDS)), rows)
     assert found.factor == pytest.approx(1.1, rel=0.05)
-    assert "1 is ignored: its time is 2.60 of the predicted one" in found.words
+    assert "1 is ignored: its time is 2.60 times the predicted time" in found.words
 
 
 def test_a_table_is_read_with_the_software_that_is_planned_for(tmp_path: Path):

@@ -235,7 +235,7 @@ def test_short_names_of_devices_and_models_are_understood_or_answered_with_what_
     assert size.run.model.name == "llama2-7b"
     assert any(note.startswith("--model 7b: means llama2-7b; other models of this size: llama1-7b") for note in size.notes)
     several = wrong(model="gemma2", cluster="h100:8")["--model"]
-    assert "gemma2-27b" in several.reason and several.way_out.startswith("Name one of them, such as --model ")
+    assert "gemma2-27b" in several.reason and several.way_out.startswith("Name one of these models, such as --model ")
     assert "megalith models" in wrong(model="zebra", cluster="h100:8")["--model"].way_out
 
 

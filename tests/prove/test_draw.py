@@ -59,7 +59,7 @@ def test_rounding_proves_only_pairs_with_what_is_never_exact() -> None:
             _pair("tensor: 2, whole sequence, in pieces", "precision: fp8, inputs kept in fp8"),
             'precision.kept = "fp8": does not work with plan.overlap_tensor = 2: inputs that are sent in pieces are kept wide.',
         ),
-        (_pair("model: dense", "expert: 2"), "plan.expert = 2: divides experts among ranks, but the model has none."),
+        (_pair("model: dense", "expert: 2"), "plan.expert = 2: divides experts among ranks, but the model has no experts."),
         (_pair("sites: two", "norm: known late"), "plan.post_validation = true: may undo an update after"),
         (
             _pair("model: experts", "sites: two, data parallel"),

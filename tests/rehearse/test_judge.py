@@ -163,7 +163,7 @@ def test_hangs_are_held_against_their_limits_and_those_against_the_pace(tmp_path
     assert [hang.pace for hang in late] == [4.5], "seen through agents"
     assert hangs.most is not None
     assert hangs.most == pytest.approx(3.05 / 3.0)
-    assert "hangs: 1, the longest silence was 1.02 of its limit (limits 3.00 to 3.00 s)" in list(sentences(found))
+    assert "hangs: 1, the longest silence was 1.02 times its detection limit (limits 3.00 to 3.00 s)" in list(sentences(found))
     assert found.as_json()["hangs"]["most"] == hangs.most
 
 

@@ -18,11 +18,11 @@ Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Set a value of the run file, such as train.steps=100. May be repeated."),
 ]
-AtStep = Annotated[int | None, typer.Option("--step", help="The checkpoint of this step. Default: the newest.")]
+AtStep = Annotated[int | None, typer.Option("--step", help="Use the checkpoint of this step. Default: the newest.")]
 OwnParts = Annotated[
     list[str] | None,
     typer.Option(
-        "--own", metavar="MODULE:OBJECT", help="Import this own part of the model. May be repeated.", show_default=False
+        "--own", metavar="MODULE:OBJECT", help="Import your own part of the model. May be repeated.", show_default=False
     ),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Overwrite output that was made with other settings.")]
@@ -41,7 +41,7 @@ class RunRequest:
 
     @classmethod
     def in_folder(cls, run_dir: Path, overrides: Sequence[str] = ()) -> "RunRequest":
-        """Return the run of a run folder. Raises FileNotFoundError if the folder does not exist or is no run folder."""
+        """Return the request for the run in a run folder. Raises FileNotFoundError if the folder does not exist or is no run folder."""
         from megalith.spec.files import FILE  # specifications take 0.2 s to import
 
         if not run_dir.is_dir():
@@ -56,7 +56,8 @@ class RunRequest:
 
 
 def admit_parts(names: Sequence[str] | None) -> None:
-    """Import the own parts of a model that a command line names. Raises own.OwnPartError for a name that is no own part."""
+    """Import the user's own model parts that a command line names. Raises own.OwnPartError for a name that does not refer to a model
+    part."""
     for name in names or ():
         from megalith import own
         from megalith.spec import parts  # specifications take 0.2 s to import
@@ -68,6 +69,6 @@ def admit_parts(names: Sequence[str] | None) -> None:
 
 
 def one_of(option: str, value: str, *known: str) -> None:
-    """Raise a usage error unless `value` is one of those `known`."""
+    """Raise a usage error unless `value` is one of the `known` values."""
     if value not in known:
         raise typer.BadParameter(f"{option} {value!r} is not known. Use {option} {' or '.join(known)}.")

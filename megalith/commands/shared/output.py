@@ -50,8 +50,8 @@ def readable_errors(*, as_json: bool) -> Iterator[None]:
 
 @contextmanager
 def lossy_output() -> Iterator[None]:
-    """Continue the command when standard output or error cannot be written (closed pipe, full disk): such output is lost. At the end, the
-    other stream reports how much was lost."""
+    """Continue the command when standard output or error cannot be written (closed pipe, full disk): unwritten output is lost. At the
+    end, the other stream reports how much was lost."""
     before = {name: getattr(sys, name) for name in ("stdout", "stderr")}
     outputs: dict[str, disk.Output] = {}
     for name, stream in before.items():
@@ -90,13 +90,13 @@ def _finite(value: Any) -> Any:
 
 WAYS_OUT = {
     errno.ENOENT: "Check the path; relative paths start at the current directory.",
-    errno.EACCES: "Give this user access to it, or name another place.",
-    errno.EPERM: "Give this user access to it, or name another place.",
+    errno.EACCES: "Give this user access to the path, or name another place.",
+    errno.EPERM: "Give this user access to the path, or name another place.",
     errno.EROFS: "Name a place that can be written, with --out or --run-dir.",
     errno.ENOTDIR: "A part of the path is a file. Name another place.",
     errno.EISDIR: "This is a folder. Name a file.",
     errno.ENOSPC: "Free some space, or name another place.",
-    errno.ENAMETOOLONG: "Give it a shorter name.",
+    errno.ENAMETOOLONG: "Use a shorter name.",
 }
 """Advice for each error of the operating system."""
 
@@ -174,7 +174,7 @@ def progress() -> "Progress":
     """Return a progress bar on stderr with the share done, counts, time left and the current piece of work; it is hidden unless stderr is a
     terminal.
 
-    It is drawn only at updates, and not by a thread, because ranks are forked from this process.
+    The bar is drawn only at updates, and not by a thread, because ranks are forked from this process.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn  # few commands draw
 
@@ -186,7 +186,7 @@ def progress() -> "Progress":
 
 
 def write(text: str, path: Path, *, overwrite: bool) -> None:
-    """Write a file, and make missing folders above it. Raises FileExistsError if it exists with another text, unless `overwrite`."""
+    """Write a file, and make missing folders above it. Raises FileExistsError if the file exists with other content, unless `overwrite`."""
     if not overwrite and path.exists() and path.read_text(encoding="utf-8", errors="replace") != text:
         raise FileExistsError(f"{path} already exists with other content. Use --overwrite, or another --out.")
     path.parent.mkdir(parents=True, exist_ok=True)

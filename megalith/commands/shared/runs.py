@@ -1,5 +1,5 @@
-"""The run that a command names: reads and checks its file, owns its folder, and starts its ranks on this machine, or becomes one of them.
-No torch."""
+"""The run that a command names: reads and checks its file, owns its folder, and starts its ranks on this machine, or runs as one of its
+ranks. No torch."""
 
 import contextlib
 import importlib
@@ -61,7 +61,7 @@ class CheckResult:
         return [problem for problem in self.problems if problem.severity == "error"]
 
     def as_json(self) -> dict[str, Any]:
-        """Return every value of the run and where each came from."""
+        """Return every value of the run, and the source of each value."""
         return {"spec": self.resolved.spec.model_dump(mode="json"), "provenance": self.resolved.provenance}
 
 
@@ -76,9 +76,9 @@ def check(
     """Read a run file and find everything in it that is wrong or unwise.
 
     `world`: number of ranks that will be started, to compare with the plan. With `look`, check that files and folders that the run names
-    exist; a run that resumes does not need inputs of a first start. With `here`, also report resources that this machine lacks for the
-    run's ranks (or for `count` ranks), with at most this severity. Raises SpecErrors, with everything that was found, if the file cannot be
-    read as a run. Imports the user's own parts that the run names.
+    exist; a run that resumes does not need the inputs of its first start. With `here`, also report resources that this machine lacks for
+    the run's ranks (or for `count` ranks); no such problem is more severe than `here`. Raises SpecErrors, with everything that was found,
+    if the file cannot be read as a run. Imports the user's own parts that the run names.
     """
     reading = files.read(request.file, overrides=request.overrides, saved=request.saved)
     resolved = reading.resolved
@@ -112,7 +112,7 @@ def check(
 
 
 def _decided(resolved: ResolvedRun) -> ResolvedRun:
-    """Replace each `segments:auto` by a size. All ranks must recompute alike, so the size is decided once, and recorded."""
+    """Replace each `segments:auto` by a size. All ranks must recompute the same segments, so the size is decided once, and recorded."""
     spec = resolved.spec
     asked = {"plan": spec.plan} | ({"fallback": spec.fleet.fallback} if spec.fleet.fallback else {})
     if all(plan.recompute != AUTO for plan in asked.values()):
@@ -125,7 +125,8 @@ def _decided(resolved: ResolvedRun) -> ResolvedRun:
 
 
 OLD_DEFAULTS: dict[tuple[str, str], Any] = {("optimizer", "warmup"): 2000}
-"""Former defaults, which earlier versions saved with a run. A run that began with one keeps it unless its file sets another value."""
+"""Former defaults, which earlier versions saved with a run. A run that began with a former default keeps it unless its file sets another
+value."""
 
 
 def _with_old_defaults(resolved: ResolvedRun, folder: Path) -> ResolvedRun:
@@ -164,8 +165,8 @@ def print_advice(checked: CheckResult) -> None:
 
 
 def differences(resolved: ResolvedRun, folder: Path) -> list[Problem]:
-    """Return the reasons why this run cannot resume the run in `folder`, or continue from a checkpoint there, which may be another run's.
-    Without a checkpoint any run may start."""
+    """Return the reasons why this run cannot resume the run in `folder`, or continue from the folder's checkpoint, which another run may
+    have saved. If the folder has no checkpoint, any run may start in it."""
     checkpoints = committed(of_run(folder))
     if not checkpoints:
         return []
@@ -202,7 +203,8 @@ def start(
     notify: Callable[[str], None] = stop_response.print_line,
     recover: bool = False,
 ) -> "Outcome":
-    """Start the plan's ranks on this machine and wait until they end. With `recover`, restart them after faults as the run's fleet says.
+    """Start the plan's ranks on this machine and wait until they end. With `recover`, restart the ranks after faults, as the run's
+    [fleet] table defines.
 
     Each rank calls `entry` ("module:function") with `arguments`. `owner`: this process as the owner of the run folder. `tick` is called
     several times a second, `notify` with messages for the user. Raises LeaseError if this process no longer owns the folder.
@@ -250,7 +252,8 @@ def _renewed(folder: Path, *, wide: bool) -> "Iterator[Owner]":
 def join(
     resolved: ResolvedRun, folder: Path, place: "Place", entry: str, arguments: dict[str, Any], *, owner: "Owner | None" = None
 ) -> int:
-    """Run as the rank that torchrun or Slurm started, and return the exit status. Raises an error if the same command would fail again.
+    """Run as the rank that torchrun or Slurm started, and return the exit status. Raises the rank's exception if a restart would not
+    help.
 
     `owner`: rank 0 as the owner of the run folder; None on other ranks.
     """
@@ -275,8 +278,8 @@ def join(
 
 
 def _say_in_a_line(error: Exception, place: "Place") -> None:
-    """Print in one line why this rank ends. It lost a peer or has reported a fault, so its own stack trace would only distract from the
-    cause."""
+    """Print in one line why this rank ends. The rank lost a peer or has reported a fault, so its own stack trace would only distract from
+    the cause."""
     if os.environ.get("MEGALITH_TRACEBACK"):
         traceback.print_exc()
     else:
@@ -297,7 +300,7 @@ def _await(resolved: ResolvedRun, folder: Path, *, timeout: float) -> None:
 
 
 def job(spec: RunSpec, folder: Path, entry: str, arguments: dict[str, Any]) -> Job:
-    """Return the job for all ranks of a run. Its `fallback` is the job for the smaller plan `fleet.fallback`, if there is one."""
+    """Return the job for all ranks of a run. The job's `fallback` is the job for the smaller plan `fleet.fallback`, if the run has one."""
     fallback, kept = None, sealed_files(spec, folder) if entry == TRAIN else {}
     if spec.fleet.fallback is not None and entry == TRAIN:
         smaller = spec.model_copy(update={"plan": spec.fleet.fallback, "fleet": spec.fleet.model_copy(update={"fallback": None})})
@@ -322,7 +325,7 @@ def job(spec: RunSpec, folder: Path, entry: str, arguments: dict[str, Any]) -> J
 def sealed_files(spec: RunSpec, folder: Path) -> dict[str, str]:
     """Return the current digests of the files that determine a run's result; later reads must find the same content.
 
-    The digest of spec.json is that of the content that this command writes. The data's manifest has the digests of its shards.
+    The digest of spec.json is the digest of the content that this command writes. The data's manifest has the digests of its shards.
     """
     data = Path(spec.data.path)
     plans = [spec.plan, *([spec.fleet.fallback] if spec.fleet.fallback else [])]
@@ -348,8 +351,8 @@ def identity(spec: RunSpec) -> str:
 
 
 def checkpoints(folder: Path) -> tuple[Copy, ...]:
-    """Return a run's checkpoints as copies of its state, except those of steps that a rewind has undone. If no manifest can be read, return
-    all checkpoints, so that the run fails instead of starting from the beginning."""
+    """Return a run's checkpoints as copies of its state, except checkpoints of steps that a rewind has undone. If no manifest can be
+    read, return all checkpoints, so that the run fails instead of starting from the beginning."""
     steps = [int(path.name.removeprefix("step-")) for path in committed(of_run(folder))]
     newest = latest(of_run(folder))
     last = max(steps, default=0) if newest is None else read_manifest(newest).step
@@ -357,7 +360,7 @@ def checkpoints(folder: Path) -> tuple[Copy, ...]:
 
 
 def store_of(owner: "Owner") -> "Callable[[], tuple[Copy, ...]]":
-    """Return a function that lists a run's `checkpoints`. It logs each checkpoint with an unusable manifest once."""
+    """Return a function that lists a run's `checkpoints`. The function logs each checkpoint with an unusable manifest once."""
     from megalith import events  # a run that is only checked logs nothing
 
     told = set[Path]()
@@ -375,8 +378,8 @@ def store_of(owner: "Owner") -> "Callable[[], tuple[Copy, ...]]":
 
 
 def admit(spec: RunSpec, folder: Path) -> None:
-    """Check this machine briefly before the first start of ranks on it, and print resources that are low. Raises UnfitError if it is
-    unfit."""
+    """Check this machine briefly before the first start of ranks on it, and print resources that are low. Raises UnfitError if the
+    machine is unfit."""
     if spec.fleet.looks_before_start:
         admission.admit(folder)
 
@@ -384,7 +387,7 @@ def admit(spec: RunSpec, folder: Path) -> None:
 def end_with_torchrun(place: "Place | None") -> None:
     """Make this process end when the torchrun that started it ends.
 
-    torchrun ends its processes only when it ends normally. If torchrun is killed, its ranks would continue to write to the run folder,
+    torchrun stops its workers only if it ends normally. If torchrun is killed, its ranks would continue to write to the run folder,
     together with the ranks of the next start.
     """
     if place is not None and place.kind == "torchrun":

@@ -42,8 +42,8 @@ class Siblings:
         more: Sequence[str],
         named: Callable[[int], str] = usual_name,
     ) -> None:
-        """`quorum`: returns True if these sites may merge without the others. `more`: further arguments of each command. `named`: returns a
-        site's name."""
+        """`quorum`: returns True if the given sites may merge without the other sites. `more`: further arguments of each command.
+        `named`: returns a site's name."""
         self._sites, self._quorum, self._named = tuple(sites), quorum, named
         self._folders = [folder_of(run_dir, site) for site in sites]
         self._processes = [_start(request, folder, site, more) for site, folder in zip(sites, self._folders, strict=True)]
@@ -61,8 +61,9 @@ class Siblings:
             raise SiteEndedError(text, ended[failed[0]] or 0)
 
     def finish(self, code: int, *, patience: float) -> list[str]:
-        """Wait for the other sites after the first site has ended with status `code`. If it is 0, they should end by themselves within
-        `patience` seconds; otherwise they are asked to stop. Returns a sentence for each site that ended with another status."""
+        """Wait for the other sites after the first site has ended with status `code`. If `code` is 0, the other sites should end by
+        themselves within `patience` seconds; otherwise they are asked to stop. Returns a sentence for each site that ended with a status
+        other than `code`."""
         found = []
         for site, process, folder in zip(self._sites, self._processes, self._folders, strict=True):
             if code or not _ends(process, patience):
@@ -105,7 +106,6 @@ def _start(request: RunRequest, folder: Path, site: int, more: Sequence[str]) ->
 
 
 def _ends(process: "subprocess.Popen[bytes]", seconds: float) -> bool:
-    """Wait at most this long for a process; return True if it has ended."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
     return process.poll() is not None

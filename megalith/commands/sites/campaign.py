@@ -28,7 +28,7 @@ def campaign(
 ) -> "SitesJudgement":
     """Train a run across sites twice, without faults and with `count` faults of `kinds` (default: all), and judge the second run.
 
-    Both runs, and a replay of the second, are in `folder`, which is emptied first. `minutes`: time limit for both runs together."""
+    Both runs, and a replay of the second run, are in `folder`, which is emptied first. `minutes`: time limit for both runs together."""
     from megalith.machine.wire import Conditions
     from megalith.rehearse import campaign as runner
     from megalith.rehearse import site_campaign, site_faults, site_judge
@@ -61,7 +61,8 @@ def campaign(
 
 
 def _evidence(spec: "RunSpec", folder: Path) -> "Evidence":
-    """Compare the final state of the run with faults with that of the undisturbed run, or of a replay if its merges were different."""
+    """Compare the final state of the run with faults with the final state of the run without faults, or, if the merges differ, of a
+    replay."""
     from megalith.rehearse import campaign as runner
     from megalith.rehearse.site_judge import Evidence
     from megalith.spec.phases import Phases
@@ -85,7 +86,7 @@ def _evidence(spec: "RunSpec", folder: Path) -> "Evidence":
 def _replayed(
     faulted: Path, out: Path, samples: list[int], total: int, merges: int
 ) -> tuple[bool | None, list[int], int, int, str]:
-    """Replay a run, and return the rest of the evidence."""
+    """Replay a run, and return all fields of Evidence except the first."""
     command = [sys.executable, "-m", "megalith.cli", "replay", str(faulted), "--out", str(out), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     try:
@@ -99,7 +100,10 @@ def _replayed(
 
 def table_of(found: "SitesJudgement") -> Table:
     """Return a table of the outcome of each kind of fault."""
-    caption = "without: faults in which the others continued without a site; on again: median seconds from its end until all sites trained."
+    caption = (
+        "without: faults in which the other sites continued without a site; on again: median seconds from the fault's end until "
+        "all sites trained."
+    )
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, caption=caption)
     table.add_column("fault", max_width=26)
     for heading in ("handled", "without", "on again"):

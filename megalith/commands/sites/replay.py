@@ -69,7 +69,7 @@ def replay(run_dir: Path, others: list[Path] | tuple[Path, ...], out: Path, *, c
     from megalith.train.sites.record import RecordError, recorded
 
     if out.exists():
-        raise RecordError(f"{out} exists, but a replay needs a new folder. Name another folder with --out, or remove this one")
+        raise RecordError(f"{out} exists, but a replay needs a new folder. Name another folder with --out, or remove this folder")
     folders = [str(folder.resolve()) for folder in (run_dir, *others)]
     recorded([Path(folder) for folder in folders])  # now, and not from the log of a rank
     request = RunRequest.in_folder(run_dir)

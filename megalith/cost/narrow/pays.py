@@ -31,7 +31,7 @@ class Layer:
     """Numbers of the blocks with this layer."""
     tokens: int
     shape: tuple[int, int]
-    """Outputs and inputs on a rank; for experts, of each expert."""
+    """Numbers of outputs and inputs on a rank; for experts, the numbers of each expert."""
     experts: int
     """Number of experts on a rank; 0: not a layer of experts."""
     wide: float
@@ -52,12 +52,12 @@ class Layer:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the layer if it is narrow."""
+        """Seconds of the layer in the narrow format."""
         return self.products + self.rounding
 
     @property
     def gain(self) -> float:
-        """Time of the wide products divided by that of the narrow products; above 1: narrow products pay."""
+        """Time of the wide products divided by the time of the narrow products; above 1, narrow products pay."""
         return self.wide / self.seconds
 
     def to_json(self) -> dict[str, Any]:
@@ -65,9 +65,9 @@ class Layer:
 
 
 def pays(spec: RunSpec, cluster: ClusterSpec, choices: PrecisionSpec, *, precision: str = "fp8") -> tuple[Layer, ...]:
-    """Predict wide and narrow products of a run's layers, for a narrow precision with these choices on a cluster's devices:
-    one Layer for each name and shape. Layers that stay wide by name (`choices.wide`) are included; first and last blocks that
-    stay wide are not."""
+    """Predict the time of a run's layers with wide and with narrow products, for a narrow precision with these choices on a cluster's
+    devices; returns one Layer for each name and shape. Layers that stay wide by name (`choices.wide`) are included; first and last blocks
+    that stay wide are not."""
     case, plan, train = Case(spec, None, files=False), spec.plan, spec.train
     model = spec.model.build()
     format, narrow = computed(precision, choices.model_copy(update={"wide": ()}))
@@ -125,7 +125,7 @@ def losers(layers: Iterable[Layer]) -> tuple[str, ...]:
 
 
 def gained(layers: Iterable[Layer], wide: Iterable[str] = ()) -> float:
-    """Return the seconds of a microbatch that narrow products save in these layers, except layers whose names match `wide`."""
+    """Return the seconds per microbatch that narrow products save in these layers, except layers whose names match `wide`."""
     wide = tuple(wide)
     return sum(
         layer.wide - layer.seconds

@@ -1,7 +1,7 @@
 """Products of Megalith's trainer in a block with narrow layers: the format of each product, and the roundings of its factors.
 
-A product of codes has the speed of 8 bits, and its factors are rounded by kernels that a compiler makes. Every other narrow product is a
-wide one of factors that plain operations of torch have rounded. No torch.
+If the device multiplies 8-bit codes, a product has the speed of 8 bits, and its factors are rounded by compiled kernels. Every other
+narrow product rounds its factors by plain torch operations and multiplies them in the wide format. No torch.
 """
 
 from collections import Counter
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from megalith.cost.parts import Parts
 
 RATES: Mapping[Granularity, float] = {"tensor": 1.0, "row": 0.75, "tile": 0.68}
-"""Rate of 8-bit products by the numbers that share a scale, relative to products with one scale for each tensor. Tiles: fitted to the
-H200 of docs/performance.md, "Products in 8 bits". Rows: from torchao's table of Llama 3 8B on 8 H100 (docs/source/workflows/training.md),
-which gains 25.0 % with scales of tensors, and 10.0 % with scales of rows."""
+"""Relative rate of 8-bit products, by the unit that shares a scale; products with one scale for each tensor have rate 1. The rate for
+tiles is fitted to the H200 of docs/performance.md, "Products in 8 bits". The rate for rows follows from torchao's table of Llama 3 8B on
+8 H100 (docs/source/workflows/training.md): 25.0 % faster with scales of tensors, 10.0 % faster with scales of rows."""
 
 CODED: Mapping[Granularity, float] = {"tensor": 5.0, "row": 5.0, "tile": 3.0}
 """Bytes moved to turn a number into a code: it is read in bf16 (twice if its scale must be known first) and written."""
 
 SHARED = 6.0
-"""Additional bytes moved if other ranks or steps determine a scale: the maximum is then taken separately, without a compiler."""
+"""Additional bytes moved if other ranks or steps determine a scale: a separate, uncompiled kernel then finds the maximum."""
 
 ROUNDED: Mapping[str, float] = {"up": 93.0, "ocp": 102.0, "fp32": 100.0, "e4m3": 114.0}
 """Bytes that the plain operations of `kernels.quantise.narrowed` move to round a number, by the kind of scale."""
@@ -36,17 +36,17 @@ DRAWN, ROTATED = 320.0, 20.0
 """Additional bytes moved for stochastic rounding of a number, and for each step of a Hadamard transform."""
 
 PIECE = 1 << 24
-"""Number of elements that are rounded at once for keeping, on a GPU (`kernels.packed.SLAB`)."""
+"""On a GPU, number of elements that one operation rounds when tensors are kept in 8 bits (`kernels.packed.SLAB`)."""
 
 HELD = 14
-"""Bytes for each number of a factor while plain operations round it on a GPU: three copies in fp32, and the result."""
+"""Temporary bytes for each number while plain operations round a factor on a GPU: three copies in fp32, and the result."""
 
 CODING, ROUNDING = 2, 30
-"""Number of kernels of a rounding to codes, and of a rounding by plain operations."""
+"""Number of kernels that round to codes, and number of kernels that round by plain operations."""
 
 
 class FormattedProduct(NamedTuple):
-    """A product with its format."""
+    """A product, and the format in which it is computed."""
 
     product: Product
     format: str
@@ -79,17 +79,17 @@ class Ways:
     """The format of wide products: a name from PRECISIONS."""
     narrow: Narrow
     shares: Mapping[tuple[int, int], float]
-    """Sizes of a weight on a rank, the smaller one first -> the share of narrow layers among the layers of these sizes."""
+    """Sizes of a weight on a rank, the smaller size first -> share of narrow layers among all layers with weights of these sizes."""
     experts: bool
     """True if experts multiply in the narrow format."""
     codes: bool
     """True if the device multiplies 8-bit codes."""
     shared: bool
-    """True if scales follow numbers of other ranks."""
+    """True if scales depend on numbers of other ranks."""
 
     @classmethod
     def of(cls, workload: Workload, profile: Profile, layers: tuple[str, ...]) -> "Ways | None":
-        """Return the ways of a block with these narrow layers; None if it has no narrow layers."""
+        """Return how the products of a block whose `layers` are narrow are computed; None if it has no narrow layers."""
         narrow, plan = workload.narrow, workload.plan
         if narrow is None or not layers:
             return None
@@ -99,19 +99,19 @@ class Ways:
 
     @classmethod
     def on(cls, device: Accelerator, narrow: Narrow, wide: str, *, ranks: int) -> "Ways":
-        """Return the ways of a device, without any layers. `ranks`: how many ranks hold a part of each tensor."""
+        """Return how products are computed on a device; `within` adds the layers. `ranks`: how many ranks hold a part of each tensor."""
         asked, whole = narrow.choices.multiply == "codes", PRECISIONS[narrow.precision].factors.name == "nvfp4"
         codes = asked and in_codes(narrow.choices, narrow.precision, device.compute_capability)
         return cls(wide, narrow, {}, False, codes, ranks > 1 and (whole or not narrow.tile))
 
     def within(self, profile: Profile, layers: tuple[str, ...]) -> "Ways":
-        """Return the ways of a block with these narrow layers."""
+        """Return these `Ways` for a block whose `layers` are narrow."""
         dense = [(_sizes(weight.shape), weight.layer in layers) for weight in profile.multiplied if not weight.expert]
         counts, mine = Counter(sizes for sizes, _ in dense), Counter(sizes for sizes, narrow in dense if narrow)
         return replace(self, shares={sizes: mine[sizes] / count for sizes, count in counts.items()}, experts=EXPERTS in layers)
 
     def alone(self, rows: int, columns: int) -> "Ways":
-        """Return the ways of a single narrow layer with a weight of these sizes."""
+        """Return these `Ways` for a single narrow layer with a weight of these sizes."""
         return replace(self, shares={_sizes((rows, columns)): 1.0}, experts=True)
 
     def computed(self, products: Iterable[Product]) -> Iterator[FormattedProduct]:
@@ -175,14 +175,13 @@ class Ways:
 
     @cached_property
     def _coded(self) -> float:
-        """Return the bytes moved to turn a number into a code."""
         apart = self.shared or self.narrow.choices.history > 0
         return CODED[self.narrow.choices.granularity] + (SHARED if apart else 0.0)
 
     @cached_property
     def _rounded(self) -> dict[tuple[bool, bool], float]:
-        """The bytes that plain operations move to round a number, by two answers: whether the number is a gradient, which may be rounded
-        stochastically, and whether its product gives gradients of weights, whose factors may be rotated first."""
+        """The bytes that plain operations move to round a number, by two flags: whether the number is a gradient, which may be rounded
+        stochastically, and whether the product computes weight gradients, whose factors may be rotated first."""
         choices = settled(self.narrow.choices, self.narrow.precision)
         kind = "e4m3" if PRECISIONS[self.narrow.precision].factors.name == "nvfp4" else choices.scale
         drawn = DRAWN if choices.rounding == "stochastic" else 0.0

@@ -1,4 +1,4 @@
-"""The real text shipped inside the package; its provenance is in README.md beside it."""
+"""The novels shipped inside the package, whose provenance is in README.md in the same folder."""
 
 import hashlib
 import lzma

@@ -40,7 +40,7 @@ class Coverage:
     share: float
     """Share of rows inside their interval."""
     width: float
-    """Half-width of the intervals, as the median over groups."""
+    """Half-width of the intervals: the median over groups."""
     score: float
     """Mean interval score of the logarithms: width, and ten times how far rows lie outside (Gneiting & Raftery 2007, section 6.2)."""
 

@@ -1,7 +1,7 @@
 """Conversion of a published row to workloads: its model, plan and cluster in Megalith's types.
 
-If a source does not state recomputation, microbatch or interleaving, every choice is a workload of its own, and the
-prediction is that of the fastest one that fits. A row that cannot be converted has a reason instead.
+If a source does not state recomputation, microbatch or interleaving, every choice is a workload of its own, and the prediction is that of
+the fastest workload that fits. A row that cannot be converted has the reason instead of workloads.
 """
 
 import re
@@ -33,7 +33,8 @@ from megalith.spec.plan import EXPERTS_ACTIVATION, UP_PROJECTION, Plan
 from megalith.spec.presets import presets
 
 GROUPS = {"deepseek-v3": {"groups": 8, "active_groups": 4}}
-"""Groups of experts, of which a token uses a few (arXiv:2412.19437, section 2.1.2). The file of measurements lacks them."""
+"""Groups of experts, of which a token uses a few (arXiv:2412.19437, section 2.1.2). The file of measurements does not state groups of
+experts."""
 
 HYBRIDS = {"mamba2+moe+attn pattern MEMEM*EMEMEM*...": "nemotron3-nano-30b-a3b"}
 """Abbreviated layers of a hybrid in the file of measurements -> the preset with these layers."""
@@ -121,7 +122,7 @@ def _choices(row: Row) -> tuple[Workload, ...]:
     if global_batch % data:
         raise CannotSayError(f"global batch {global_batch} is not a multiple of the {data} data ranks")
     if data * sizes["tensor"] * sizes["pipeline"] * sizes["context"] != cluster.count:
-        raise CannotSayError(f"the layout's ranks are not the {cluster.count} devices")
+        raise CannotSayError(f"the layout's number of ranks differs from the {cluster.count} devices")
     found = []
     for micro, chunks, (policy, parts) in product(_micro(row, global_batch // data), _chunks(row, model), _recompute(row)):
         values = {**sizes, **_sharding(row, data * sizes["context"])}
@@ -177,7 +178,7 @@ def _model(row: Row) -> ModelSpec:
 
 def _hybrid(row: Row, sizes: dict[str, Any]) -> ModelSpec:
     if not isinstance(sizes["hybrid"], str):
-        raise CannotSayError(f"{row.text('model')} has layers that are stated as an object, for which there is no preset")
+        raise CannotSayError(f"the layers of {row.text('model')} are stated as an object, for which Megalith has no preset")
     if sizes["hybrid"] not in HYBRIDS:
         raise CannotSayError(f"{row.text('model')} has experts on a latent, which Megalith does not support")
     if "mtp" in sizes:

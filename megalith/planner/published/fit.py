@@ -1,8 +1,8 @@
 """`python -m megalith.planner.published.fit`: fit the calibration on all published rows, and again without each source group.
 
-It writes calibration.toml, which predictions use; left_out.toml, the figures that differ in the fit without a group, so that
-each group is predicted by a fit that never saw it; and doubt.toml, the errors of these predictions. The fit starts from the
-physical values of starts.toml and is deterministic: the same rows and code give the same figures.
+The script writes calibration.toml, which predictions use; left_out.toml, the figures that differ in the fit without a group, so that each
+group is predicted by a fit that never saw it; and doubt.toml, the errors of these predictions. The fit starts from the physical values of
+starts.toml and is deterministic: the same rows and code give the same figures.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from megalith.planner.published.rows import Row, read
 COMMAND = "python -m megalith.planner.published.fit"
 
 SWEEPS = 6
-"""Number of passes over all figures in the fit of the bundled figures."""
+"""Number of passes over all figures when the bundled figures are fitted."""
 
 LEFT_OUT = "left_out.toml"
 
@@ -49,7 +49,7 @@ def observations(rows: Sequence[Row], *, most: int = 40) -> list[Observation]:
 
 
 def without(group: str, everything: Sequence[Observation], start: Calibration, sweeps: int) -> Calibration:
-    """Return the fit on all groups except `group`."""
+    """Return the calibration that is fitted to all groups except `group`."""
     return fit([one for one in everything if one.group != group], start, sweeps=sweeps)
 
 
@@ -61,7 +61,7 @@ def left_out() -> Mapping[str, Calibration]:
 
 
 def as_changes(whole: Calibration, others: Mapping[str, Calibration]) -> str:
-    """Return calibrations as TOML: for each source group the figures that differ from the whole fit's."""
+    """Return calibrations as TOML: for each source group the figures that differ from the fit to all groups."""
     lines = [f"# For each source group: figures of the fit without it that differ from calibration.toml: {COMMAND}"]
     for group, figures in others.items():
         flat, base = figures.flat(), whole.flat()
@@ -105,7 +105,7 @@ def main() -> None:
 
 
 _shared: dict[str, Any] = {}
-"""Arguments of every fit. Forked processes inherit them, because traces are looked up by identity."""
+"""Arguments of every fit. Forked processes inherit these arguments, because traces are looked up by identity."""
 
 
 def _job(group: str) -> Calibration:

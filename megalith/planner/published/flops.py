@@ -1,4 +1,4 @@
-"""FLOPs of a step as a source counts them, which turn its TFLOP/s back into seconds. Predictions do not use them.
+"""FLOPs of a step in the convention of a source, which convert its TFLOP/s back into seconds. Predictions do not use these FLOPs.
 
 Conventions differ in two ways: attention is counted in full or halved for the causal mask, and recomputation is counted
 ("hardware") or not ("model").
@@ -13,8 +13,8 @@ from megalith.spec.sizes import block_parameters, count_active
 def step_flops(
     model: ModelSpec, *, tokens: int, seq_len: int, causal: Literal["full", "half"], recomputed: bool, head: bool = True
 ) -> float:
-    """FLOPs of one step: for each token, 6 a weight of matrix products and 12 a score and channel; 8 and 16 if blocks are
-    recomputed."""
+    """Return the FLOPs of one step. Each token takes 6 FLOPs for each weight of matrix products, and 12 for each channel of each
+    attention score; with recomputed blocks, 8 and 16 FLOPs."""
     blocks = sum(
         2 * _weights(block, model.dim) + _state(block) + _scores(block) * seq_len * (0.5 if causal == "half" else 1.0)
         for block in model.blocks
@@ -34,7 +34,7 @@ def _weights(block: BlockSpec, dim: int) -> int:
 
 
 def _scores(block: BlockSpec) -> int:
-    """Forward FLOPs of one query and one key, all heads: 2 a channel of the scores and 2 of the values."""
+    """Forward FLOPs of one query and one key over all heads: 2 for each channel of the scores and 2 for each channel of the values."""
     attention = block.attention
     if attention is None:
         return 0

@@ -47,7 +47,7 @@ class Result:
 
 
 def predict(said: ExpressedRow, figures: Calibration) -> Result:
-    """Predict a row: of all workloads that it can mean, the one that the planner would choose."""
+    """Predict a row with the workload that the planner would choose among all workloads that the row can mean."""
     workload, found = choose([(choice, parts(choice)) for choice in said.choices], figures)
     seconds = measured_seconds(said.row, workload)
     kind = "hybrid" if not said.transformer else "expert" if said.expert else "dense"

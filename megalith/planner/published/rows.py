@@ -43,7 +43,7 @@ class Row:
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """Options of the source beyond the columns."""
+        """Further options that the source states, beyond the columns."""
         return json.loads(self.text("options") or "{}")
 
     @cached_property
@@ -63,15 +63,15 @@ class Row:
 
     @property
     def memory(self) -> float | None:
-        """Peak bytes of the rank that the source reports. GB are read as GiB, torch's unit, except for groups in DECIMAL.
-        Bytes reserved by torch's allocator are not a peak, because the allocator keeps freed memory."""
+        """Peak bytes of the rank that the source reports. A value in GB is read as GiB, torch's unit, except in groups of DECIMAL. Bytes
+        reserved by torch's allocator are not a peak, because the allocator keeps freed memory."""
         found = None if "max reserved" in self.text("peak_mem_kind") else self.number("peak_mem_gib")
         printed = "gb as printed" in self.text("peak_mem_kind").lower()
         return None if found is None else found * (1e9 if printed and self.group in DECIMAL else GIB)
 
 
 def read(path: Path | None = None) -> list[Row]:
-    """Read the rows of a file in the format of the bundled one; None: the bundled file."""
+    """Read the rows of a file in the format of the bundled file; None: the bundled file."""
     source = files("megalith.planner.published").joinpath("measurements.csv") if path is None else path
     with source.open(encoding="utf-8") as file:
         return [Row(columns) for columns in csv.DictReader(file)]

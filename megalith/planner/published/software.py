@@ -38,9 +38,9 @@ NETWORK = (  # (what the column says, bytes/s out of a device)
 )
 
 FLAT_ADAMW = 4 + 2 * 4
-"""Temporary bytes for each parameter while InternEvo updates all as one flat tensor in fp32
+"""Temporary bytes for each parameter while InternEvo updates all parameters as one flat tensor in fp32
 (solver/optimizer/hybrid_zero_optim.py and fsdp_optimizer.py): the gradient in fp32, and two temporary tensors of torch's AdamW
-(`_single_tensor_adamw`: the root of the second moment, and that over its correction)."""
+(`_single_tensor_adamw`: the root of the second moment, and this root divided by its correction)."""
 
 SOFTWARE = {  # source group -> the software its runs used
     "sc21": PLAIN_2021,
@@ -66,7 +66,7 @@ SOFTWARE = {  # source group -> the software its runs used
 }
 
 _BY_SENDER = {"deduplicated": False, "router": "plain"}
-"""Megatron-Core's defaults: NCCL's all-to-all, and a router of torch's operations."""
+"""Megatron-Core's defaults: NCCL's all-to-all, and a router made of torch operations."""
 
 _AHEAD = {"overlap_expert": True, "moment_bytes": 4}
 
@@ -85,10 +85,10 @@ GRAPHED = 26.04
 (scripts/performance/configs)."""
 
 PARTLY = 25.11
-"""Release from which these recipes record attention and router, except on H100."""
+"""Release from which Megatron-Bridge's MXFP8 recipes record attention and router, except on H100."""
 
 RECORDED = ("GB200", "GB300", "B300")
-"""Hardware for which these recipes record attention."""
+"""Hardware for which Megatron-Bridge's MXFP8 recipes record attention."""
 
 FORMATS: dict[str, str] = {
     "bf16": "bf16", "bf16-amp": "bf16", "fp16": "fp16", "fp16/bf16 (not stated)": "bf16", "fp8": "fp8", "fp8-cs": "fp8",
@@ -151,8 +151,8 @@ def software_profile_of(row: Row) -> SoftwareProfile:
 
 
 def _tuned_experts(row: Row, software_profile: SoftwareProfile) -> SoftwareProfile:
-    """Apply the CUDA graphs of Megatron-Bridge's tuned recipes for experts, and their overlap: only DeepSeek's all-to-all in
-    MXFP8."""
+    """Apply the CUDA graphs of Megatron-Bridge's tuned recipes for experts, and the overlap in these recipes: only DeepSeek's all-to-all
+    in MXFP8."""
     release = re.match(r"(\d+\.\d+)", str(row.options.get("release", "")))
     early = row.group == "dsv3-gb200" or bool(_graphed(row.options)) or (release is not None and float(release[1]) < GRAPHED)
     blocks = row.text("precision") == "mxfp8" and not early
@@ -168,7 +168,7 @@ def _tuned_experts(row: Row, software_profile: SoftwareProfile) -> SoftwareProfi
 
 
 def _graphed(options: dict[str, Any]) -> str:
-    """The row's names of the parts of a block that CUDA graphs launch; "" if it names none."""
+    """The names that the row gives to the parts of a block that CUDA graphs launch; "" if the row names no part."""
     feature = options.get("feat") or {}
     graph = feature.get("cuda_graph") if isinstance(feature, dict) else None
     return ",".join(graph.get("scopes", ())) if graph else options.get("cuda_graphs", "")
