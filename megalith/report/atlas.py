@@ -22,7 +22,8 @@ figure{margin-bottom:16px}
 """CSS in addition to the style of all pages."""
 
 STRONGEST = 62
-"""Colour strength (per cent) of the cell with the largest value. Text on it must stay readable in the light and the dark theme."""
+"""Colour strength (per cent) of the cell with the largest value, weak enough that text on the cell is readable in the light and
+the dark theme."""
 
 CELL = (142.0, 74.0)
 
@@ -40,7 +41,7 @@ def page(found: Atlas) -> str:
     maps = [
         (f"MFU of the best layout ({CONVENTION} of {peak})", _map(found, _mfu, "c0", _layout)),
         (f"Memory of the worst rank{_limit(found)}", _map(found, _memory, "c4", _again)),
-        ("Tokens a second, all devices together", _map(found, _rate, "c2", _step)),
+        ("Tokens a second of all devices together", _map(found, _rate, "c2", _step)),
     ]
     drawn = "".join(figure(name, picture, wide=True) for name, picture in maps)
     body = f"<header><h1>{escape(title)}</h1><p>{escape(said)}</p></header>{drawn}{_key()}{_table(found)}"
@@ -49,7 +50,7 @@ def page(found: Atlas) -> str:
 
 def _limit(found: Atlas) -> str:
     memory = found.request.cluster.accelerator.memory
-    return f", of {memory / GIB:.0f} GiB; plans leave {headroom():.0%} free" if memory else ""
+    return f", of a device's {memory / GIB:.0f} GiB; plans leave {headroom():.0%} free" if memory else ""
 
 
 CellValue = tuple[float, str]
@@ -72,7 +73,7 @@ def _rate(best: Candidate, found: Atlas) -> CellValue:
 
 
 def _layout(best: Candidate) -> tuple[str, str]:
-    """Return two lines: how the model is split, and how the data are."""
+    """Return two lines: how the plan splits the model, and how it splits the data."""
     words = short(best.plan).split()
     first = next(i for i, word in enumerate(words) if word[0] == "d" and word[1:].isdigit())
     return " ".join(words[:first]) or "model not split", " ".join(words[first:])

@@ -129,7 +129,7 @@ def _chart(
     log: bool = False,
     from_zero: bool = False,
 ) -> str:
-    """Draw one number of the steps of all runs over the tokens read; long curves are smoothed."""
+    """Draw the curve of one number over the tokens read, for the steps of every run; long curves are smoothed."""
     series = list[Series]()
     for colour, (name, run) in enumerate(runs.items()):
         points: list[Point] = [(step.tokens_seen, y) for step in run.steps if (y := number(step)) is not None]

@@ -32,7 +32,7 @@ FILE = "report.html"
 BREAKDOWN: Mapping[str, int] = {
     "forward": 0, "backward": 1, "optimizer": 2, "communication": 3, "data": 4, "checkpoint": 5, "validation": 7, "bubble": 6, "other": 8
 }  # fmt: skip
-"""Part of a step's time -> colour, in the order in which they are stacked."""
+"""Colour of each part of a step's time, in the order in which the parts are stacked."""
 
 
 def write(run_dir: Path, path: Path | None = None, compared: "SlowdownReport | str" = "") -> Path:
@@ -44,8 +44,8 @@ def write(run_dir: Path, path: Path | None = None, compared: "SlowdownReport | s
 
 
 def render(run: History, *, folder: Path, compared: "SlowdownReport | str" = "") -> str:
-    """Return the page as text. `folder`: the run folder, whose spec.json, provenance.json and run.toml are shown if they exist. `compared`:
-    the run's step beside its prediction, or the reason why there is none."""
+    """Return the page as text. `folder`: the run folder, whose spec.json, provenance.json and run.toml are shown if they exist.
+    `compared`: the comparison of the run's step with its prediction, or the reason why there is none."""
     name = run.spec.get("name") or folder.resolve().name
     sections: list[tuple[str, Callable[[], str]]] = [
         ("", lambda: _cards(run)),
@@ -88,7 +88,7 @@ def _header(run: History, name: str, folder: Path) -> str:
 
 
 def _where(folder: Path) -> str:
-    """Render where the run was started, and by which command."""
+    """Render the host, folder, commit and command of the run's newest start."""
     found = origin_of(folder)
     words = " · ".join(f"{name} {found[name]}" for name in ("host", "folder", "commit") if name in found)
     command = f"<p><code>{escape(found['command'])}</code></p>" if "command" in found else ""
@@ -112,7 +112,7 @@ def _said(run: History) -> str:
 
 
 def _cards(run: History) -> str:
-    """Render the main numbers, each with a note on its basis."""
+    """Render a card for each main number, with a note on how the number was computed."""
     if not run.steps:
         return '<p class="none">No step is recorded yet.</p>'
     last = run.steps[-1]
@@ -165,7 +165,7 @@ def _lost(run: History) -> str:
 
 
 def _signs(run: History) -> str:
-    """Render warning signs that suggest another plan."""
+    """Render the warning signs that the plan does not suit the machine."""
     found = "".join(f'<li class="warning"><b>sign</b><span>{escape(sign)}</span></li>' for sign in signs(run))
     return f'<ul class="problems">{found}</ul>' if found else ""
 
@@ -203,7 +203,7 @@ def smoothed(points: Sequence[Point], *, reach: int) -> list[Point]:
 
 
 def _curve(name: str, points: Sequence[Point], colour: int) -> list[Series]:
-    """A curve. If it has 60 points or more, it is smoothed, with the raw values faint behind it."""
+    """Return the series of a curve. A curve of 60 points or more is smoothed, and its raw values are drawn faintly behind it."""
     if len(points) < 60:
         return [Series(name, points, colour)]
     return [Series(name, points, colour, faint=True), Series(name, smoothed(points, reach=max(len(points) // 60, 3)), colour)]
@@ -296,7 +296,7 @@ def _seconds(value: float) -> str:
 
 
 def _colours(columns: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, int]:
-    """Map the parts that occur to colours, known parts first."""
+    """Map each part of a step's time that occurs to a colour, known parts first."""
     there = {name for _, values in columns for name, value in values.items() if value > 0}
     return {name: colour for name, colour in BREAKDOWN.items() if name in there} | {
         name: i % 8 for i, name in enumerate(sorted(there - set(BREAKDOWN)))
@@ -304,7 +304,7 @@ def _colours(columns: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, 
 
 
 def _buckets(values: Sequence[tuple[int, Mapping[str, float]]], *, most: int) -> list[tuple[float, dict[str, float]]]:
-    """Average over at most `most` ranges of equally many steps; x is the middle of a range."""
+    """Average the values over at most `most` ranges with equally many steps; x is the middle of a range."""
     size = -(-len(values) // most)
     found: list[tuple[float, dict[str, float]]] = []
     for i in range(0, len(values), max(size, 1)):
@@ -315,7 +315,8 @@ def _buckets(values: Sequence[tuple[int, Mapping[str, float]]], *, most: int) ->
 
 
 def _pipeline(run: History) -> str:
-    """Draw the predicted schedule and, where spans were recorded, the measured one; empty without a pipeline."""
+    """Draw the predicted pipeline schedule and, if a step's spans were recorded, the measured one; empty for a run without a
+    pipeline."""
     plan, spans = run.plan, run.spans[-1] if run.spans else None
     if plan is None or not run.microbatches or plan.pipeline == 1:
         return ""
@@ -337,13 +338,13 @@ def _pipeline(run: History) -> str:
 
 
 def _spikes(run: History) -> str:
-    """Render each spike with its likely causes and the run's response; empty without a spike."""
+    """Render a table of the spikes, each with its likely causes and the run's response; empty if the run had no spike."""
     rows = spikes.rows(run.events)
     return f"<p>{spikes.counted(run.events)}</p>{html_table(spikes.COLUMNS, rows)}" if rows else ""
 
 
 def _faults(run: History) -> str:
-    """Render the use of the run's time, and a post-mortem of each incident; empty without an incident."""
+    """Render how the run spent its time, and a post-mortem of each incident; empty if there was no incident."""
     found = ledger.post_mortems(run.events)
     if not found:
         return ""
@@ -397,7 +398,7 @@ def _specification(run: History, folder: Path) -> str:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """The leaves of nested dictionaries as (dotted key, value written as JSON)."""
+    """Return the leaves of nested dictionaries as pairs: the dotted key, and the value as JSON text."""
     found: list[tuple[str, str]] = []
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
