@@ -1,4 +1,5 @@
-"""Finds problems of a program before anything runs. A missing send, which would be a hang at run time, is a line of text here."""
+"""Find the problems of a program before anything runs. A missing send, which would be a hang at run time, is reported here as a
+line of text."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -33,10 +34,11 @@ from megalith.schedule.simulate import Wait, blocked, explain
 
 
 def problems(program: Program) -> list[str]:
-    """Return every problem; empty if the program computes the whole step and ends. A correct program meets five conditions. Each forward
-    and each backward (B, or I and W) of every stage and microbatch occurs once, on the rank of its stage and in a possible order. Every
-    message has both ends, on the right ranks, and each channel's sends and receives are in the same order. Weights are gathered before use,
-    and gradients reduced as the ZeRO stage requires. Tensors that leave the device come back before their backward. No rank waits for ever.
+    """Return every problem; empty if the program computes the whole step and ends. A correct program meets the following five
+    conditions. Each forward and each backward (B, or I and W) of every stage and microbatch occurs once, on the rank of its stage
+    and in a possible order. Every message has both ends, on the right ranks, and each channel's sends and receives are in the
+    same order. Weights are gathered before use, and gradients reduced as the ZeRO stage requires. Tensors that leave the device
+    come back before their backward. No rank waits forever.
     """
     if outside := list(_outside(program)):
         return outside

@@ -170,7 +170,7 @@ def _of_step(source: Source) -> Iterator[Cause]:
         yield Cause("data", words, "Put the data on a faster disk, or put a copy on each node (data.copies).", shares["data"])
     if shares["other"] > PART["other"]:
         share = units.percent(shares["other"])
-        words = f"Pauses: {share} of a step is spent outside the model, for example in garbage collection, other programs, the operating system"
+        words = f"Pauses: {share} of a step is spent outside the model: garbage collection, other programs or the system"
         yield Cause(
             "pauses",
             words,
