@@ -201,7 +201,6 @@ def _run(function: Callable[..., int | None], *, long: bool) -> Callable[..., No
 
 
 def _add_commands() -> None:
-    """Add all commands to the program."""
     groups = {name: typer.Typer(help=text, no_args_is_help=True) for name, text in GROUPS.items()}
     for name, group in groups.items():
         app.add_typer(group, name=name)

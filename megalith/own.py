@@ -70,7 +70,6 @@ def digests(named: Mapping[str, str]) -> dict[str, str]:
 
 
 def _look_here() -> None:
-    """Append the current directory to Python's module search path, if it is not on it."""
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)

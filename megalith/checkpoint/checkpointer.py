@@ -288,7 +288,6 @@ class Checkpointer:
 
 
 def _assign(answers: list[tuple[str | None, tuple[HeldShare, ...]]]) -> list[tuple[set[Place], list[str]]]:
-    """Return the boxes that each rank writes, and the reasons why the ranks cannot save."""
     refused = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text]
     if refused:
         return [(set(), refused)] * len(answers)

@@ -27,7 +27,6 @@ def folded(spec: Model, weights: Mapping[str, Tensor]) -> tuple[Model, Mapping[s
 
 
 def _factors(model: ModelSpec, plain: ModelSpec) -> dict[str, Factor]:
-    """Return the conversion of each changed weight, by name of the weight."""
     found = _of_norm("head.norm", model.head.norm, model.head.scale / plain.head.scale)
     for number, (block, usual) in enumerate(zip(model.blocks, plain.blocks, strict=True)):
         for name, factor in _of_block(block, usual).items():

@@ -429,7 +429,6 @@ def _write(path: Path, content: bytes) -> FileDigest:
 
 
 def _sync(folder: Path) -> None:
-    """Sync the names in `folder` to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -81,7 +81,6 @@ def _meta(spec: Model) -> dict[str, Tensor]:
 
 
 def _stage(spec: Model) -> Stage:
-    """Build the whole model on the meta device, which allocates no memory."""
     with torch.device("meta"):
         return Stage(spec.build())
 
@@ -175,7 +174,6 @@ def configuration(spec: Model, *, ids: Mapping[str, int] | None = None, dtype: t
 
 
 def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[str, int]]:
-    """Return the token that ends a text and, if the tokenizer has a common one, the token that begins a text, with their ids."""
     begins = next(((token, number) for token in BEGINS if (number := tokenizer.id_of(token)) is not None), None)
     return ({"bos": begins} if begins else {}) | {"eos": (tokenizer.end_of_text_token, tokenizer.end_of_text)}
 
@@ -264,7 +262,6 @@ def _stored(folder: Path) -> dict[str, Tensor]:
 
 
 def _different(pieces: Iterable[Piece], found: Mapping[str, Tensor]) -> list[str]:
-    """Return a problem for every tensor that should be a copy of another, but holds other numbers."""
     return [
         f"{copy} differs from {first}, but Megalith has one tensor for both"
         for first, *copies in (piece.theirs for piece in pieces if piece.copied)
@@ -357,7 +354,6 @@ def _names(folder: Path) -> set[str]:
 
 
 def _compare(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Return a problem for every weight that is missing, unknown, or of another shape."""
     problems = [f"{name} is missing" for name in wanted if name not in found]
     problems += [f"{name} is not a weight of this model" for name in found if name not in wanted]
     problems += [

@@ -86,7 +86,6 @@ def load(
 
 
 def _candidates(path: Path) -> tuple[list[Path], str]:
-    """Return the checkpoints that `path` refers to, or the reason why they cannot be listed now."""
     try:
         return files.locate(path), ""
     except FileNotFoundError:

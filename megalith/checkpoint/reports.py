@@ -31,7 +31,6 @@ class SaveReports:
                 self._log.write(Checkpoint(path=path, **{name: getattr(outcome, name) for name in fields}))
 
     def _report_change(self, outcome: SaveResult | SaveFailure) -> None:
-        """Notify the fleet when saves begin to fail, and when they succeed again."""
         failed = isinstance(outcome, SaveFailure)
         if failed and outcome.peer_lost:  # the fault of the rank that is gone, which is reported by its end
             return

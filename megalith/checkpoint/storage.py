@@ -184,7 +184,6 @@ def describe_error(error: BaseException) -> str:
 
 
 def _index(metadata: Metadata, written: Sequence[WriteResult]) -> files.Index:
-    """Return the location of every box of every tensor."""
     where = {(item.index.fqn, tuple(item.index.offset or ())): item.storage_data[1] for item in written}
     index: files.Index = {}
     for key, entry in metadata.state_dict_metadata.items():

@@ -85,7 +85,6 @@ def read(content: Any, name: str, chunk: Chunk, dtype: str, *, into: Tensor, off
 
 
 def _join(content: Any, chunk: Chunk, dtype: str, into: Tensor, *, first: int) -> None:
-    """Copy elements of the chunk into `into`, beginning with element `first`."""
     end = 0
     for piece in chunk.pieces:
         begin, end = end, end + piece.bytes // TORCH_DTYPES[dtype].itemsize

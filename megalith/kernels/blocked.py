@@ -63,13 +63,11 @@ class _Some(NamedTuple):
 
 
 def _share(q: Tensor, k: Tensor) -> tuple[int, int]:
-    """Return how many key heads are computed at once, and the number of scores of each."""
     each = q.shape[1] // k.shape[1] * min(ROWS, q.shape[2]) * k.shape[2]
     return min(k.shape[1], max(1, SCORES // each)), each
 
 
 def _heads(q: Tensor, k: Tensor) -> Iterator[_Some]:
-    """Yield all heads in sets, each with as many heads as `SCORES` allows."""
     group, (at_once, _) = q.shape[1] // k.shape[1], _share(q, k)
     for sequence in range(q.shape[0]):
         for first in range(0, k.shape[1], at_once):

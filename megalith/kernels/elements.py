@@ -99,7 +99,6 @@ def decode(codes: Tensor, element: Element, dtype: torch.dtype = torch.float32) 
 
 @cache
 def _numbers(element: Element) -> tuple[float, ...]:
-    """The number that each code represents."""
     numbers = []
     for code in range(1 << (1 + element.exponent + element.mantissa)):
         sign = -1.0 if code >> (element.exponent + element.mantissa) else 1.0

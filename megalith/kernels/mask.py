@@ -92,7 +92,6 @@ def mask_blocks(
 
 
 def _spots(runs: Segments, first: int, end: int) -> Iterator[_Spot]:
-    """Yield the parts of `runs` that lie in [first, end)."""
     local = 0
     for start, stop in runs:
         low, high = max(start, first), min(stop, end)

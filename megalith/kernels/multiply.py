@@ -163,7 +163,6 @@ class _Multiply(torch.autograd.Function):
     def forward(
         ctx, x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sizes | None, multiply: Multiply, follows: bool
     ) -> Tensor:
-        """`follows`: True if a backward will follow."""
         if not follows:
             return multiply.fprop(x, weight, bias, sizes=sizes)
         out, kept = multiply.keeping(x, weight, bias, sizes=sizes)

@@ -188,11 +188,9 @@ class Narrow(Multiply, ABC):
         return replace(self.along, block=(1, self.along.block[1]), scale="up", saturates=False)
 
     def _inputs(self, x: Tensor, sizes: Sizes | None) -> Tensor:
-        """Round the inputs of a product in forward."""
         return self._tokens(x, self.along, INPUTS, grouped=sizes is not None)
 
     def _product(self, rows: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sizes | None) -> Tensor:
-        """Multiply rounded inputs, in their dtype."""
         bias = None if bias is None else bias.to(rows.dtype)
         return super().fprop(rows, self._weight(weight, self.weight_along), bias, sizes=sizes)
 
@@ -235,7 +233,6 @@ class Narrow(Multiply, ABC):
         return super().wgrad(grad, x).to(dtype)
 
     def _factor(self, x: Tensor, scaling: Scaling, rows: str, columns: str, *, down: bool = False) -> Factor:
-        """Return x [..., columns] as a factor of an 8-bit product."""
         share = self._share(scaling, rows, columns, whole=scaling.whole) if _spans(scaling) else None
         return Factor(x.reshape(-1, x.shape[-1]), scaling, share, down)
 
@@ -254,7 +251,6 @@ class Narrow(Multiply, ABC):
 
     @property
     def _wide(self) -> bool:
-        """True while products of this layer are computed wide."""
         work = tokens_at_work()
         if work is None:
             return False
@@ -313,7 +309,6 @@ class Narrow(Multiply, ABC):
         return narrowed(rows, scaling, share=share, draws=draws, lost=self._lost(x)).view(x.shape)
 
     def _weight(self, weight: Tensor, scaling: Scaling) -> Tensor:
-        """Round a weight [out, in], or the weights of experts [experts, out, in]."""
         if not _spans(scaling):
             return in_slabs(weight, scaling, lost=self._lost(weight))
         share = self._share(scaling, OUTPUTS, INPUTS, whole=scaling.whole)

@@ -91,6 +91,5 @@ def _blocks(rows: slice, scaling: Scaling) -> slice:
 
 
 def _slabs(x: Tensor, block: int = 1) -> Iterator[slice]:
-    """Cut rows into slabs, each with whole blocks."""
     height = max(1, SLABS.get(x.device.type, SLAB) // max(1, x.shape[1] * block)) * block
     return (slice(first, first + height) for first in range(0, x.shape[0], height))

@@ -31,7 +31,6 @@ class _Rotate(torch.autograd.Function):
 
 
 def _split(x: Tensor, cos: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the unchanged channels and the rotated ones."""
     turned = 2 * cos.shape[-1]
     assert x.shape[-1] >= turned, (x.shape, cos.shape)
     return x[..., : x.shape[-1] - turned], x[..., x.shape[-1] - turned :]

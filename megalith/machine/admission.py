@@ -115,5 +115,4 @@ def failures(found: Iterable[Finding]) -> str:
 
 
 def _warns(finding: Finding) -> Finding:
-    """Turn a finding that failed into a warning."""
     return replace(finding, verdict="warn") if finding.verdict == "fail" else finding

@@ -136,7 +136,6 @@ def disk_space(folder: Path, limit: float) -> Finding:
 
 
 def _existing(folder: Path) -> Path:
-    """Return the folder, or the nearest existing folder above it."""
     found = folder.resolve()
     while not found.exists():
         found = found.parent

@@ -207,7 +207,6 @@ def _tun(network: Network, node: str, address: str) -> int:
 
 
 def _carry_packets(ends: Sequence[int], wire: Wire, conditions: Conditions) -> None:
-    """Carry packets between two TUN devices, forever."""
     chance, lanes, streams = random.Random(conditions.seed), (Lane(conditions), Lane(conditions)), (_Streams(), _Streams())
     while True:
         select.select(ends, [], [], _until_next(lanes))
@@ -270,7 +269,6 @@ class _Stream:
             each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def readable(self, now: float) -> list[socket.socket]:
-        """Return the sockets that may be read because their lane has room."""
         pairs = zip(self.sockets, self.lanes, self._over, strict=True)
         return [one for one, lane, over in pairs if not over and lane.backlog(now) < QUEUE_SECONDS]
 

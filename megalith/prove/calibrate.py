@@ -159,13 +159,11 @@ def _starts(device: torch.device, dtype: torch.dtype) -> tuple[str, str, int, Ca
 
 
 def _half(name: str) -> str:
-    """Return the 16-bit format that a device computes in."""
     known = find(name)
     return "bf16" if known is None else known.half
 
 
 def _main(name: str) -> str:
-    """Return the format that most runs on a device compute in."""
     return "fp32" if name == "cpu" else _half(name)
 
 
@@ -280,7 +278,6 @@ def _rate(points: Sequence[Point], format: str, sizes: Sizes) -> tuple[float, fl
 
 
 def _attention(points: Sequence[Point], sizes: Sizes, peak: float) -> tuple[float, float]:
-    """Return the fractions of `peak` that attention's forward and backward reach."""
     tokens, heads, channels = sizes.attention
     ways: tuple[Phase, ...] = ("F", "I")
     forward, backward = (core_flops(Core(way, 1, heads, heads, tokens, tokens, channels, channels)) for way in ways)

@@ -185,7 +185,6 @@ def links(
 
 
 def _pass_on(sent: torch.Tensor, got: torch.Tensor, before: int, after: int, group: dist.ProcessGroup) -> float:
-    """Send to the next rank while receiving from the previous one; return the seconds until everything has arrived."""
     dist.barrier(group=group)
     began = time.perf_counter()
     both = [
@@ -213,7 +212,6 @@ def _judge_links(name: str, found: Sequence[Link]) -> Finding:
 
 
 def _check_ranks(rank: int, wanted: str, local_world: int) -> list[Finding]:
-    """Run the checks as one of several ranks on this machine, which are joined by gloo."""
     device, group = choose_device(wanted, rank, local_world), dist.group.WORLD
     if device.type == "cuda":
         group = dist.new_group(list(range(local_world)), backend="nccl", device_id=device)

@@ -89,7 +89,6 @@ def _cover(random: Random, pool: Sequence[ParityCase], axes: Axes, count: int | 
 
 
 def _worth(choices: Choices, left: frozenset[Pair]) -> float:
-    """Return how many pairs of `left` a combination covers, divided by its cost."""
     return len(pairs_of(choices) & left) / cost_of(choices)
 
 
@@ -109,7 +108,6 @@ def _climbed(random: Random, one: ParityCase, axes: Axes, left: frozenset[Pair])
 
 
 def _needed(chosen: Sequence[ParityCase]) -> list[ParityCase]:
-    """Drop draws whose pairs all occur in other draws, beginning with the costliest draw."""
     times = Counter(pair for one in chosen for pair in one.pairs)
     needless = set[Choices]()
     for one in sorted(chosen, key=lambda one: cost_of(one.choices), reverse=True):
@@ -139,13 +137,11 @@ def _every(axes: Axes) -> Iterator[Pair]:
 
 
 def _pool(random: Random, tries: int, axes: Axes) -> list[ParityCase]:
-    """Return the valid combinations among `tries` random ones."""
     tried = dict.fromkeys(_any(random, (), axes) for _ in range(tries))
     return [ParityCase(choices, spec) for choices in tried if (spec := valid_run(choices)) is not None]
 
 
 def _missing(random: Random, pool: Sequence[ParityCase], axes: Axes) -> list[ParityCase]:
-    """Return a combination for each pair that no draw of the pool covers, if the search finds one."""
     found, shown = list[ParityCase](), set[Pair]()
     for pair in uncovered(pool, axes):
         if pair in shown:
@@ -200,7 +196,6 @@ def _without_objections(random: Random, pair: Pair, axes: Axes) -> tuple[Choices
 
 
 def _any(random: Random, fixed: Iterable[Choice], axes: Axes) -> Choices:
-    """Return a random combination with the choices in `fixed`."""
     known = dict(fixed)
     return tuple((axis, known.get(axis) or _value(random, axis, axes)) for axis in axes)
 

@@ -111,7 +111,6 @@ def count(spec: RunSpec, microbatches: Sequence[Samples], *, fake_tensors: bool)
 
 
 def _target(spec: RunSpec) -> str:
-    """Return the kind of device on which the run is to train."""
     return CPU.type if spec.cluster == "local" else cluster.load(spec.cluster).accelerator.kind
 
 

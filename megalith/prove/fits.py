@@ -22,7 +22,6 @@ class Lever:
 
 
 def _allowed(spec: RunSpec, key: str, value: object) -> bool:
-    """Return True if `check` allows a value of `plan.state` for the run."""
     plan = spec.plan.model_copy(update={"state": spec.plan.state.model_copy(update={key: value})})
     changed = spec.model_copy(update={"plan": plan})
     return not any(problem.key == f"plan.state.{key}" for problem in check(changed, files=False))

@@ -147,7 +147,6 @@ class Meter(TorchDispatchMode):
         self._axes = Axes(trainer.groups)
 
     def _follow_gradient(self, weight: Weight) -> None:
-        """Label a weight's gradients when they are accumulated and when they are reduced."""
         accumulate, add = weight.accumulate_gradient, weight.add
 
         def accumulated() -> None:
@@ -169,7 +168,6 @@ class Meter(TorchDispatchMode):
             self._labels[number] = CATEGORIES.index(category)
 
     def _pass_over(self, tensor: Tensor) -> None:
-        """Label a tensor's storage as not on the device."""
         self._labels[self._number(tensor.untyped_storage())] = ELSEWHERE
 
     def begin_step(self) -> None:
@@ -362,7 +360,6 @@ class Axes:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Yield the tensors in an argument or result."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, tuple | list):

@@ -209,7 +209,6 @@ def _released(trainer: Trainer, samples: list[Samples], step: int) -> StepTotals
 
 
 def _noted(seen: dict[str, TrackedMaxima], trainer: Trainer) -> dict[str, TrackedMaxima]:
-    """Collect the tracked maxima of all ranks' scales on the first rank."""
     everyone: list[dict[str, TrackedMaxima]] | None = (
         [{} for _ in range(trainer.groups.world.size())] if trainer.groups.rank == 0 else None
     )
@@ -231,7 +230,6 @@ def _settled(late: Unchecked | None) -> list[StepTotals]:
 def _all_routed(
     trainer: Trainer, accumulated: StepGradients, routings: list[dict[str, list[RoutingRecord]]]
 ) -> dict[str, StepRouting]:
-    """Collect the experts of every token of the step on the first rank."""
     moes, here = trainer.routers(), trainer.groups.coordinates["data"]
     spec, order = trainer.spec, [id(batch.tokens) for batch in accumulated.batches]
     rows = indices(spec, first=0, data_rank=here)

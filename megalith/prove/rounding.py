@@ -67,7 +67,6 @@ def compare(exact: Recording, alone: Recording, found: Recording, *, spec: RunSp
 
 
 def _routed_alike(alone: Recording, found: Recording, step: int) -> bool:
-    """True if both runs sent every token to the same experts."""
     return all(torch.equal(routed.choices, found.routing[step][name].choices) for name, routed in alone.routing[step].items())
 
 
@@ -89,7 +88,6 @@ def _distances(exact: Recording, alone: Recording, found: Recording, *, alike: i
 
 
 def _confidence(numbers: int) -> float:
-    """Return the factor by which the differences of a tensor with this many elements are weighted."""
     return min(1.0, (numbers / FEW) ** 0.5)
 
 

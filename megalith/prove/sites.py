@@ -75,7 +75,6 @@ def prove_sites(spec: RunSpec, *, timeout: float) -> Verdict:
 
 
 def _together(spec: RunSpec, sites: list[SiteRecording]) -> Verdict:
-    """Compare sites that exchange gradients with one process, and compare the bits of their weights."""
     first, maxima = sites[0].run, dict[str, TrackedMaxima]()
     for name, one in ((name, one) for site in sites for name, one in site.run.maxima.items()):
         maxima[name] = one.joined(maxima.get(name))
@@ -118,7 +117,6 @@ def _apart(spec: RunSpec, here: list[RunSpec], sites: list[SiteRecording]) -> Ve
 
 
 def _worst_of_each(rows: list[Row]) -> list[Row]:
-    """Return the row with the largest gap for each quantity."""
     quantities = {row.quantity: [one for one in rows if one.quantity == row.quantity] for row in rows}
     return [max(of, key=lambda row: (row.gap != row.gap, row.gap)) for of in quantities.values()]
 
@@ -161,7 +159,6 @@ def _replayed(
 
 
 def _other_bits(one: Tensor, other: Tensor) -> float:
-    """Return how many elements of two fp32 tensors have different bits."""
     return float((one.contiguous().view(torch.int32) != other.contiguous().view(torch.int32)).sum())
 
 

@@ -87,12 +87,10 @@ class _Run:
         return os.pread(self._file, size, offset)
 
     def close(self) -> None:
-        """Close the file, if it was opened."""
         if self._file is not None:
             os.close(self._file)
 
     def head(self, index: int) -> Head | None:
-        """Return the head of a record; None if the record is incomplete."""
         if (known := self._heads.get(index)) is not None:
             return known
         read = self.read(START, FILE.size + index * self.record)
@@ -217,7 +215,6 @@ def _width(levels: dict[int, list[_Run]]) -> int:
 
 
 def _ends(levels: dict[int, list[_Run]]) -> tuple[int, int] | None:
-    """Return the first and the last step of a piece."""
     heads = [head for runs in levels.values() for run in runs for i in (0, run.count - 1) if run.count and (head := run.head(i))]
     return (min(head[0] for head in heads), max(head[1] for head in heads)) if heads else None
 

@@ -125,7 +125,6 @@ class Writer:
         self._files[level] = file, records + 1
 
     def _most(self, level: int) -> int:
-        """Return the maximum number of records in a file."""
         return max(self._keep // SEGMENTS // record_bytes(self._kind, self._width, level), MINIMUM // SEGMENTS)
 
     def _begin(self, level: int, first: int) -> int:

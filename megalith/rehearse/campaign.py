@@ -242,7 +242,6 @@ def run(
 
 
 def _stay(process: "subprocess.Popen[bytes]", nodes: Sequence[Path], tick: Callable[[], None]) -> int:
-    """Wait for a process to end, and meanwhile repair nodes that were lost."""
     gone: dict[Path, float] = {}
     try:
         while (code := process.poll()) is None:
@@ -263,7 +262,6 @@ def _stay(process: "subprocess.Popen[bytes]", nodes: Sequence[Path], tick: Calla
 
 
 def _first_step(folder: Path, process: "subprocess.Popen[bytes]", tick: Callable[[], None]) -> float:
-    """Wait for the next step in a run's log; return its time, in seconds since the epoch."""
     before = len(of_kind(events.read(folder), Step))
     while process.poll() is None:
         steps = of_kind(events.read(folder), Step)

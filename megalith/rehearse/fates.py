@@ -169,7 +169,6 @@ def _nearest(like: Sequence[Incident], after: Sequence[Incident]) -> Incident | 
 
 
 def _is_right(incident: Incident, together: Sequence[Injection], came: Mapping[int, tuple[float, str]]) -> bool:
-    """True if an incident names a rank that its faults hit, or the node of such a rank."""
     rank = _rank(incident)
     if rank is not None:
         return rank in {rank for one in together for rank in one.ranks}
@@ -186,7 +185,6 @@ def _is_hidden(incident: Incident, one: Injection, together: Sequence[Injection]
 
 
 def _rank(incident: Incident) -> int | None:
-    """The rank that an incident names; None if it names no rank."""
     if incident.rank is not None:
         return incident.rank
     observation = observations.load(incident.evidence)
@@ -194,7 +192,6 @@ def _rank(incident: Incident) -> int | None:
 
 
 def _named(incident: Incident) -> set[str]:
-    """The nodes that an incident without a rank names."""
     if _rank(incident) is not None:
         return set()
     observation, blamed = observations.load(incident.evidence), {incident.node}

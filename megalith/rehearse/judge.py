@@ -160,7 +160,6 @@ def judge(
 
 
 def _asked(aims: Aims, found: Judgement) -> tuple[AimResult, ...]:
-    """Return the result of each aim that has a limit."""
     table = (
         ("recovery in the median", " s", found.recovery_median, aims.median),
         ("recovery at the 99th percentile", " s", found.recovery_p99, aims.most),
@@ -195,14 +194,12 @@ def _row(kind: str, fates: Sequence[Fate]) -> Row:
 
 
 def _other_end(states: tuple[Any, Any], whole: Sequence[Event], faulted: Sequence[Event]) -> list[str]:
-    """Return the differences between the ends of the two runs."""
     other = states[0] is None or states[0] != states[1]
     found = ["the end state differs from that of the run without faults"] if other else []
     return [*found, *_other_steps(_steps(whole), _steps(faulted))]
 
 
 def _problems(fates: Sequence[Fate], ran: CampaignRun) -> list[str]:
-    """Return the reasons for which a campaign fails, except its end state and its hangs."""
     found = []
     if ran.by_hand:
         found.append(f"the command ended {ran.by_hand} times in a way that no fault explains")

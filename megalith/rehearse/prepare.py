@@ -147,7 +147,6 @@ def _ineffective(fleet: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _spec(layers: Sequence[Layer], problems: list[Problem]) -> SimulationSpec:
-    """Return the valid settings of the simulation, so that other checks can continue."""
     tree: dict[str, Any] = {}
     for layer in layers:
         files.lay(tree, layer.values, source=layer.source, sources={})
@@ -164,7 +163,6 @@ def _run(wanted: SimulationRequest, overrides: Sequence[str], problems: list[Pro
 
 
 def _cluster(wanted: SimulationRequest, run: ResolvedRun | None, problems: list[Problem]) -> tuple[str, ClusterSpec | None]:
-    """Return the cluster's name and the cluster; if none is named, the run file's."""
     name = wanted.cluster
     if name is None and run is not None and run.spec.cluster != "local":
         name = run.spec.cluster if clusters.counted(run.spec.cluster) else f"{run.spec.cluster}:{run.spec.plan.ranks}"
@@ -182,7 +180,6 @@ def _cluster(wanted: SimulationRequest, run: ResolvedRun | None, problems: list[
 
 
 def _measured(wanted: SimulationRequest, spec: SimulationSpec, problems: list[Problem]) -> Latencies | None:
-    """Return the durations of the profile `spec.profile`, replaced by measured ones if a campaign's log is given."""
     base = PROFILES[spec.profile]
     if wanted.log is None:
         return base
@@ -202,7 +199,6 @@ def _measured(wanted: SimulationRequest, spec: SimulationSpec, problems: list[Pr
 
 
 def _contradictions(spec: SimulationSpec, run: ResolvedRun | None, cluster: ClusterSpec | None) -> Iterator[Problem]:
-    """Yield the contradictions between values."""
     sites = site_count(spec, run.spec if run else None)
     if cluster is not None and sites > cluster.nodes:
         reason = f"each site needs a node, but the cluster has only {cluster.nodes}"
@@ -231,7 +227,6 @@ def _contradictions(spec: SimulationSpec, run: ResolvedRun | None, cluster: Clus
 
 
 def _too_large(cluster: ClusterSpec, spec: SimulationSpec, spares: int) -> Iterator[Problem]:
-    """Yield the settings that lead to more nodes or events than can be simulated."""
     if cluster.nodes > MAX_NODES:
         way_out = f"Use at most {MAX_NODES * cluster.per_node:,} devices."
         yield _problem("--cluster", cluster.count, f"{cluster.nodes:,} nodes are too many to simulate", way_out)
@@ -263,7 +258,6 @@ def _too_large(cluster: ClusterSpec, spec: SimulationSpec, spares: int) -> Itera
 
 
 def _with_own(cluster: ClusterSpec, spec: SimulationSpec) -> ClusterSpec:
-    """Return the cluster with the reliability settings of `spec`."""
     said = {key: getattr(spec.reliability, key) for key in spec.reliability.model_fields_set}
     rate = {} if spec.interruptions is None else {"interruptions": spec.interruptions}
     return cluster.model_copy(update={"reliability": cluster.reliability.model_copy(update=said), **rate})

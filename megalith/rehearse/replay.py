@@ -202,7 +202,6 @@ class _Hurt(Site):
         }  # fmt: skip
 
     def live(self) -> "_Hurt":
-        """Simulate from the first step to the last one."""
         self._at(0.0, self._ready, of_group=True)
         for _ in range(LIMIT):
             if self.running and self.progress >= self.end - 1e-9:
@@ -218,7 +217,6 @@ class _Hurt(Site):
     # When faults come
 
     def _ready(self) -> None:
-        """Begin training; the first step takes extra time."""
         first, self.first = self.first, 0.0
         if first:
             self._spend(TimeUse.CHECKPOINT)
@@ -232,7 +230,6 @@ class _Hurt(Site):
         self.first = self.figures.first
 
     def _await_next(self) -> None:
-        """Train until the next fault or the last step."""
         until = min(self.end, self._moment(self.left[0])) if self.left else self.end
         self._at(max(0.0, until - self.progress) * (1 + self.overhead), self._come, of_group=True)
 
@@ -263,7 +260,6 @@ class _Hurt(Site):
         return (*others, *(Copy(Tier.STORE, at) for at in kept))
 
     def _begin(self, seconds: float, spending: TimeUse) -> None:
-        """Begin a start, during which another fault may come."""
         super()._begin(seconds, spending)
         if self.next is not None:
             one, self.next = self.next, None

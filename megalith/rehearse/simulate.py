@@ -176,7 +176,6 @@ def _life(plan: Scenario, seed: int) -> Life:
 
 
 def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Add up the counts of all sites, name by name."""
     total: Counter[str] = Counter()
     for count in counts:
         total.update(count)

@@ -107,7 +107,6 @@ class Site:
         return sum(stall[tier] / every[tier] for tier in fleet.tiers) + plan.latencies.verify * bool(fleet.verify_every)
 
     def _advance(self, time: float) -> None:
-        """Advance the time, and record its use."""
         passed, self.now = time - self.now, time
         if not self.running:
             self.seconds[self.spending] += passed
@@ -158,7 +157,6 @@ class Site:
             self._break(fault, names, slots[0])
 
     def _break(self, fault: Fault, names: list[str], slot: int) -> None:
-        """Break part of the mesh: all ranks wait until the fault is noticed."""
         latency, plan = self.plan.latencies, self.plan
         node = names[0]
         if fault.shows == "preemption":
@@ -181,7 +179,6 @@ class Site:
         self._at(seconds, lambda: self._see(observation(), fault))
 
     def _see(self, observation: Observation, fault: Fault) -> None:
-        """Let the policy decide about an observed fault, unless another fault has ended the run meanwhile."""
         self._decide(observation, fault=fault)
         self.tally.settle(fault, Effect.TOGETHER, if_open=True)
 

@@ -175,7 +175,6 @@ class SiteCampaign:
                     site.kill()
 
     def _ended(self) -> bool:
-        """Check the processes and the logs; return True once every site has ended as expected."""
         self._turn += 1
         if time.monotonic() - self._looked >= LOOK_SECONDS:
             self._looked = time.monotonic()
@@ -249,7 +248,6 @@ class SiteCampaign:
             link.lose(0.0)
 
     def _links(self, site: int) -> Iterator[Wire]:
-        """Yield the relays of a site."""
         return (link for ends, link in self._wires if site in ends)
 
 

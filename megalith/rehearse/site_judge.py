@@ -103,7 +103,6 @@ def _row(kind: str, fates: Sequence[SiteFate]) -> SiteRow:
 
 
 def _problems(ran: SitesRun) -> list[str]:
-    """Return faults that did not come, faults from which the run did not recover, and ends that no fault explains."""
     found = []
     if ran.by_hand:
         found.append(f"commands of sites ended {ran.by_hand} times in a way that no fault explains")
@@ -117,7 +116,6 @@ def _problems(ran: SitesRun) -> list[str]:
 
 
 def _differences(evidence: Evidence, lost: int, doubled: int) -> list[str]:
-    """Return the differences between the run with faults and the run to which it must be equal."""
     against = "the run without faults" if evidence.law == "undisturbed" else "a replay of its own merges"
     found = [evidence.error] if evidence.error else []
     if evidence.same_end is False:
@@ -130,6 +128,5 @@ def _differences(evidence: Evidence, lost: int, doubled: int) -> list[str]:
 
 
 def _late(seconds: float, minutes: float | None) -> list[str]:
-    """Return the problem of runs that took too long."""
     late = minutes is not None and seconds > 60 * minutes
     return [f"both runs took {seconds / 60:.2f} min, above the allowed {minutes:g} min"] if late else []

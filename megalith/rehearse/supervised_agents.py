@@ -56,7 +56,6 @@ class SupervisedAgents:
                 self._running[name] = begin(arguments, variables | {MEETING: f"tcp://{HOST}:{self.port}"})
 
     def _is_repaired(self, name: str, code: int) -> bool:
-        """True if a machine's agent has been gone long enough to count as repaired."""
         if name not in self._gone:
             self._gone[name] = time.monotonic()
             self.unexplained += code != -signal.SIGKILL

@@ -73,7 +73,6 @@ def _rate(best: Candidate, found: Atlas) -> CellValue:
 
 
 def _layout(best: Candidate) -> tuple[str, str]:
-    """Return two lines: how the plan splits the model, and how it splits the data."""
     words = short(best.plan).split()
     first = next(i for i, word in enumerate(words) if word[0] == "d" and word[1:].isdigit())
     return " ".join(words[:first]) or "model not split", " ".join(words[first:])
@@ -93,7 +92,6 @@ def _step(best: Candidate) -> tuple[str, str]:
 def _map(
     found: Atlas, value_of: Callable[[Candidate, Atlas], CellValue], colour: str, lines: Callable[[Candidate], tuple[str, str]]
 ) -> str:
-    """Draw a row for each model and a column for each number of nodes. A larger value has a stronger colour."""
     squares = {(square.model, square.nodes): square for square in found.squares}
     most = max((value_of(one.choice, found)[0] for one in found.squares if one.choice is not None), default=1.0) or 1.0
     wide, tall = CELL
@@ -146,7 +144,6 @@ def _empty(square: Square, x: float, y: float, wide: float, tall: float) -> str:
 
 
 def _whole(square: Square, best: Candidate) -> str:
-    """Return the text that a square shows on hover."""
     estimate, time = best.estimate, best.estimate.time
     return "\n".join(
         (
@@ -166,7 +163,6 @@ def _key() -> str:
 
 
 def _table(found: Atlas) -> str:
-    """Return a table of every figure."""
     head = ("model", "nodes", "devices", "layout", "recompute", "MFU", "tokens/s a device", "step", "memory", "bubble")
     rows = list[Sequence[str]]()
     for square in found.squares:

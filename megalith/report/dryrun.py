@@ -74,7 +74,6 @@ def page(
 
 
 def _html(table: Table) -> str:
-    """Convert a terminal table to HTML."""
     columns = [[Text.from_markup(str(cell)).plain for cell in column.cells] for column in table.columns]
     return html_table([str(column.header) for column in table.columns], list(zip(*columns, strict=True)))
 
@@ -131,7 +130,6 @@ def _table(*columns: str) -> Table:
 
 
 def _sides(row: "Comparison") -> Sequence[str]:
-    """Return the counted bytes, the predicted bytes, and the gap between them, as text."""
     return units.memory(row.counted), units.memory(row.predicted), gap(row.gap)
 
 

@@ -264,7 +264,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _pop_after(latest: dict[int, Kind], step: int) -> list[Kind]:
-    """Remove the events after a step and return them."""
     return [latest.pop(late) for late in [one for one in latest if one > step]]
 
 

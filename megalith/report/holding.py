@@ -62,7 +62,6 @@ def _cell(holding: Holding | None, order: Sequence[str], shards: int, share: flo
 
 
 def _order(parts: Iterable[str]) -> list[str]:
-    """Return the parts in the order of the model: embedding, blocks by number, head, others."""
 
     def key(part: str) -> tuple[int, int, str]:
         found = re.fullmatch(r"blocks\.(\d+)", part)

@@ -94,7 +94,6 @@ class LiveLine:
                 self._print_if_new()
 
     def _pass_on(self, event: Event) -> None:
-        """Call `on_event` with an event, unless an earlier call raised an exception."""
         if self._on_event is not None and self.raised is None:
             try:
                 self._on_event(event)
@@ -116,7 +115,6 @@ class LiveLine:
         self.close()
 
     def _size(self) -> int:
-        """Return the size of the log in bytes; 0 if it does not exist or cannot be read."""
         try:
             return self._path.stat().st_size
         except OSError:
@@ -214,7 +212,6 @@ class LiveLine:
         return "  ".join(words)
 
     def _validated(self, step: Step) -> str:
-        """Return the newest validation loss, with its step if that is an earlier one."""
         assert self._validation is not None, "no validation yet"
         earlier = f" at {self._validation.step}" if self._validation.step != step.step else ""
         return f"val {self._validation.loss:.4f}{earlier}"

@@ -52,7 +52,6 @@ def merge_section(run: History) -> str:
 
 
 def _saved(run: History, made: Sequence[Merge]) -> str:
-    """Compare the bytes sent with those of fp32 gradients after each step; empty if the model's size is not known."""
     sent = sum(one.bytes_sent for one in made)
     if run.start is None or not sent:
         return ""

@@ -91,7 +91,6 @@ def table(found: PlanResult) -> Table:
 
 
 def _beside(choice: Candidate, first: Candidate, found: PlanResult) -> str:
-    """Compare a layout with the first: how much slower it is, and what it saves in memory and in splits."""
     ratio = choice.estimate.time.step / first.estimate.time.step
     if choice.plan == first.plan:
         return ""
@@ -104,7 +103,6 @@ def _beside(choice: Candidate, first: Candidate, found: PlanResult) -> str:
 
 
 def _splits(plan: Plan) -> int:
-    """Return the number of axes along which the work is split."""
     return sum(size > 1 for size in (plan.tensor, plan.context, plan.pipeline, plan.expert, plan.data))
 
 
@@ -221,7 +219,6 @@ def legend(found: PlanResult) -> str:
 
 
 def _offloaded(found: PlanResult) -> str:
-    """Explain the abbreviations of layouts that offload state or activations; empty if no such layout is shown."""
     shown = [*found.found.choices, *(one.choice for one in found.frontier), *(one.choice for one in found.what_ifs)]
     if not any(choice is not None and choice.moves for choice in shown):
         return ""
@@ -308,7 +305,6 @@ def sites(found: SitesResult) -> Table:
 
 
 def _waits(one: Across) -> str:
-    """Describe a method of merging over the link, with its traffic and the time that sites wait."""
     if one.gradients:
         sent = f"{one.bytes / 1e6:,.3g} MB in each step, waits {seconds(one.waited)} for it"
         return f"{one.method}. Each site sends {sent}, and computes for {one.use:.1%} of the time."

@@ -45,7 +45,6 @@ def _tensor(run: History) -> Iterator[str]:
 
 
 def _by_start(run: History) -> Iterator[tuple[RunStarted, list[Step]]]:
-    """Yield each start with the steps between it and the next start."""
     steps = sorted((*run.steps, *run.repeated), key=lambda step: step.time)
     starts = sorted(run.starts, key=lambda start: start.time)
     ends = [*(one.time for one in starts), float("inf")][1:]

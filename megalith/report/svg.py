@@ -209,13 +209,11 @@ def line_chart(
 
 
 def _area(frame: _Frame, area: Area) -> str:
-    """Draw the area between two curves."""
     place = [f"{frame.px(x):.1f},{frame.py(y):.1f}" for x, y in (*area.low, *reversed(area.high))]
     return f'<polygon class="area f{area.colour}" points="{" ".join(place)}"/>'
 
 
 def _level(frame: _Frame, level: float | None) -> str:
-    """Draw a horizontal line at the value `level` of y."""
     if level is None:
         return ""
     y = frame.py(level)

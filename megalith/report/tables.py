@@ -34,7 +34,6 @@ def summary(run_dir: Path) -> RenderableType:
 
 
 def _facts(run: History, found: Summary) -> list[tuple[str, RenderableType]]:
-    """Return the rows of the summary for which the run has values."""
     facts: list[tuple[str, RenderableType]] = [("state", Text(found.state, style=STATE.get(found.state, "")))]
     if run.starts:
         plan = run.plan
@@ -85,8 +84,6 @@ def _facts(run: History, found: Summary) -> list[tuple[str, RenderableType]]:
 
 
 def _faults(found: Summary) -> list[tuple[str, str]]:
-    """Return rows with the use of the run's time and with the newest incidents, each with its reason and duration; none without
-    an incident."""
     if not found.incidents:
         return []
     lost = ", ".join(f"{cause} {units.duration(seconds)}" for cause, seconds in found.lost_seconds.items())
@@ -118,6 +115,5 @@ def _problems(run: History) -> list[Text]:
 
 
 def _is_over(problem: Problem, run: History) -> bool:
-    """Return True if the ranks have restarted since a problem, or the run has finished despite it."""
     finished = run.finished is not None and run.finished.reason == "finished"
     return finished or (run.start is not None and problem.time < run.start.time)

@@ -154,7 +154,6 @@ def _rectangle(bar: Bar, left: float, y: float, scale: float) -> str:
 
 
 def _frame(bar: Bar, left: float, y: float, scale: float) -> str:
-    """Draw a frame around two computations that are overlapped."""
     wide = max(bar.frame * scale - 0.8, 0.6)
     place = f'x="{left + bar.start * scale + 0.4:.2f}" y="{y + 0.6}" width="{wide:.2f}" height="24.8" rx="2"'
     return f'<rect {place} style="fill:none;stroke:var(--ink);stroke-width:1.2"/>'
@@ -198,7 +197,6 @@ def chrome_trace(groups: Mapping[str, Timeline | Sequence[Bar]]) -> dict[str, An
 def _process(
     before: Sequence[Mapping[str, Any]], name: str, rows: Sequence[tuple[int, str, str, float, float]]
 ) -> list[dict[str, Any]]:
-    """Return the trace events of one more process: the names of its ranks, and their bars."""
     pid = len({event["pid"] for event in before})
     found: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}]
     for rank in sorted({row[0] for row in rows}):

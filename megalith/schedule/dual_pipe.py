@@ -51,7 +51,6 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
 
 
 def _row(rank: int, ranks: int, microbatches: int) -> Row:
-    """Return the row of rank `rank` of DualPipeV, for at least 2 * ranks microbatches; `down` and `up` are the rank's two stages."""
     down, up = rank, 2 * ranks - 1 - rank
     after, before = ranks - 1 - rank, rank + 1
     row = _Row()
@@ -101,7 +100,6 @@ class _Row:
         self.entries.append(Overlap(self._next("F", forward), self._next("B", backward)))
 
     def weights(self) -> None:
-        """Add the oldest of the W that must still follow."""
         self.entries.append(self.owed.popleft())
 
     def _next(self, kind: Computation, stage: int) -> Action:

@@ -63,7 +63,6 @@ class _Draft:
         return self.numbers.get("mirrored")
 
     def take(self, number: int, line: str) -> None:
-        """Read one line."""
         if not line or line.startswith("#"):
             return
         if row := _ROW.fullmatch(line):
@@ -100,7 +99,6 @@ class _Draft:
 
 
 def _misfits(draft: _Draft) -> Iterator[str]:
-    """Yield the contradictions between lines that are valid by themselves."""
     ranks = len(draft.rows)
     numbers: Mapping[str, int] = draft.numbers
     missing = [key for key in ("stages", "microbatches") if key not in numbers]

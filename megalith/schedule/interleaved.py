@@ -34,7 +34,6 @@ def rounds(ranks: int, microbatches: int) -> list[int]:
 
 
 def _order(kind: Computation, sizes: list[int], stages: list[int]) -> Row:
-    """Return the computations of one kind in order: by round, then by stage, then by microbatch."""
     row: list[Action] = []
     first = 0
     for size in sizes:

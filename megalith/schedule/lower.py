@@ -192,7 +192,6 @@ def _receives(
 
 
 def _offloads(entry: RowEntry, retained: Collection[int]) -> Iterator[Action]:
-    """Yield the offloads that follow an entry."""
     return (action._replace(kind="OFFLOAD") for action in parts(entry) if action.kind == "F" and action.stage in retained)
 
 
@@ -211,12 +210,10 @@ def _fetches(row: Row, retained: Collection[int], ahead: int) -> Mapping[int, li
 
 
 def _users(row: Row, kinds: frozenset[str]) -> Iterator[tuple[int, int]]:
-    """Yield (entry, stage) for every computation of these kinds."""
     return ((i, action.stage) for i, entry in enumerate(row) for action in parts(entry) if action.kind in kinds)
 
 
 def _placed(kind: Kind, places: Iterable[tuple[int, int]]) -> Mapping[int, list[Action]]:
-    """Return collectives of a kind by entry; an entry has at most one for each stage."""
     found: defaultdict[int, list[Action]] = defaultdict(list)
     for i, stage in dict.fromkeys(places):
         found[i].append(Action(kind, stage))
@@ -224,7 +221,6 @@ def _placed(kind: Kind, places: Iterable[tuple[int, int]]) -> Mapping[int, list[
 
 
 def _gathers(row: Row, zero: int) -> Mapping[int, list[Action]]:
-    """Return the gathers before each entry of a row."""
     if zero == 0:
         return _placed("GATHER", ())
     uses = list(_users(row, WEIGHT_USERS))
@@ -235,7 +231,6 @@ def _gathers(row: Row, zero: int) -> Mapping[int, list[Action]]:
 
 
 def _reduces(row: Row, zero: int) -> Mapping[int, list[Action]]:
-    """Return the reductions after each entry of a row."""
     made = list(_users(row, WEIGHT_GRADIENTS))
     if zero >= 2:
         return _placed("REDUCE", made)

@@ -216,7 +216,6 @@ class _Machine:
         self.woken: list[int] = []  # ranks whose wait has just ended
 
     def run(self) -> list[Wait]:
-        """Run to the end, or until no rank can continue; return the waits at that time."""
         able = deque(range(self.program.ranks))
         while able:
             rank = able.popleft()
@@ -227,7 +226,6 @@ class _Machine:
         return sorted(self.waits.values())
 
     def _advance(self, rank: int) -> Wait | None:
-        """Run a rank as far as possible. Return the wait that stops it, or None at the end of its row."""
         row = self.program.rows[rank]
         for at in range(self.at[rank], len(row)):
             if wait := self._start(rank, row[at]):
@@ -237,7 +235,6 @@ class _Machine:
         return None
 
     def _start(self, rank: int, entry: RowEntry) -> Wait | None:
-        """Run the rank's next entry, or return its wait."""
         if isinstance(entry, Action) and entry.kind in MESSAGES:
             self._message(entry, self.clock[rank])
             return None

@@ -31,17 +31,14 @@ FILE = "file:"
 
 
 def _fixed(schedule: Callable[[int, int], Schedule]) -> Builder:
-    """Return a builder for a schedule with a fixed number of chunks."""
     return lambda ranks, microbatches, _: schedule(ranks, microbatches)
 
 
 def _every(ranks: int, microbatches: int) -> int:
-    """Return all microbatches."""
     return microbatches
 
 
 def _one_a_rank(ranks: int, microbatches: int) -> int:
-    """Return a number of one microbatch for each rank."""
     return min(ranks, microbatches)
 
 
@@ -231,7 +228,6 @@ def schedule_problems(name: str, *, ranks: int, microbatches: int, chunks: int, 
 
 
 def _holds(name: str, chunks: int) -> bool:
-    """Return True if a schedule supports this number of stages per rank."""
     return SCHEDULES[name].chunks.nearest(chunks) == chunks
 
 
@@ -261,7 +257,6 @@ def _both_ways(name: str, *, ranks: int, microbatches: int, zero: int) -> Iterat
 
 
 def _of_file(name: str, *, ranks: int, microbatches: int, chunks: int) -> list[ScheduleProblem]:
-    """Return why the schedule in a file cannot run under this plan; empty if it can."""
     try:
         schedule = load(name)
     except (OSError, UnicodeDecodeError) as fault:

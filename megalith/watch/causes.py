@@ -158,7 +158,6 @@ def _of_samples(one: Replay, seen: Window, share: float, slow: set[int]) -> Iter
 
 
 def _of_step(source: Source) -> Iterator[Cause]:
-    """Yield causes from the times of rank 0's steps, and from the log."""
     names = ["seconds", "data", "communication", "bubble", "other"]
     recent = source.recent(names, WINDOW)
     if len(recent["seconds"]) < ENOUGH:

@@ -154,7 +154,6 @@ def end_of(folder: Path) -> int:
 
 
 def _tail(path: Path, size: int = 1 << 20) -> Iterator[tuple[int, Any]]:
-    """Yield the last entries of a file."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - size))

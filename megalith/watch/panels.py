@@ -199,7 +199,6 @@ def _order(sort: str, codes: NDArray[np.uint8], places: Mapping[str, NDArray[np.
 
 
 def _late(codes: NDArray[np.uint8]) -> NDArray[np.float64]:
-    """Return the mean code of each rank over the newest steps."""
     return codes[-32:].astype(np.int64).mean(axis=0)
 
 
@@ -239,14 +238,12 @@ def what_if(source: Source, asked: Asked) -> dict[str, Any]:
 
 
 def _question(asked: Asked) -> tuple[str, int | str] | None:
-    """Return the what-if question that the panel's arguments contain; None if there is none."""
     if "kind" in asked:
         return "kind", asked["kind"]
     return next(((what, whole(asked, what, -1, least=-1)) for what in ("rank", "node", "data", "stage") if what in asked), None)
 
 
 def _seconds(gain: float, step: float | None) -> dict[str, float | None]:
-    """Return how many seconds of a step a gain saves."""
     return {"seconds": None if step is None else gain * step}
 
 

@@ -131,7 +131,6 @@ class Server:
                 self._done.wait(POLL_SECONDS)
 
     def _alert(self) -> None:
-        """Send new alerts if enough time has passed since the last check."""
         if not self._alerts or time.monotonic() < self._looked + ALERT_SECONDS:
             return
         self._looked = time.monotonic()

@@ -117,12 +117,10 @@ def _of_pace(found: "RunHealth", source: Source, recent: Recent) -> Iterator[Hea
 
 
 def _terms(recent: Recent, at: slice) -> dict[str, float]:
-    """Return the median seconds of some steps, divided into the terms of a prediction."""
     return {name: sum(float(np.nanmedian(recent[part][at])) for part in parts) for name, parts in TERMS.items()}
 
 
 def _grown(now: Mapping[str, float], before: Mapping[str, float], how: str) -> str:
-    """Describe the term of a step that has grown most since earlier steps."""
     term = max(now, key=lambda name: now[name] - before.get(name, 0.0))
     if now[term] - before.get(term, 0.0) < MINIMUM * sum(now.values()):
         return "no part of a step has grown"
@@ -142,7 +140,6 @@ def _of_experts(found: "RunHealth", source: Source, recent: Recent) -> Iterator[
 
 
 def _of_memory(found: "RunHealth", source: Source) -> Iterator[HealthMessage]:
-    """Compare the worst rank's peak memory in the newest step with the device's memory."""
     limit = (source.predicted or {}).get("limit")
     span = source.times_span()
     if found.state != "running" or not limit or span is None:

@@ -120,7 +120,6 @@ def _write(spec: DeepSeek) -> Json:
 
 
 def _read_yarn(config: Json) -> Read:
-    """Read the settings of YaRN, if the model has it."""
     rope = rope_settings(config)
     problems = uneven_rotation(rope)
     if rope["rope_type"] not in ("default", "yarn"):
@@ -178,7 +177,6 @@ def _without_missing(spec: DeepSeek, names: Collection[str]) -> DeepSeek:
 
 
 def _refuse(spec: DeepSeek) -> list[str]:
-    """Return the problems of router settings that transformers' class for the model does not support."""
     wanted: dict[str, Any] = {"group_score": "top2"}
     if spec.scores == "softmax":
         wanted = {"group_score": "max", "normalise": False, "bias_rate": 0.0, "ahead": 0}
