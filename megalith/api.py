@@ -92,8 +92,8 @@ class Run:
             return errors.problems
 
     def plan(self, cluster: str | None = None, *, top: int = 10, offload: bool = False) -> "PlanResult":
-        """Return the best layouts of the run on a cluster such as "h100:64" (default: the run's own cluster). They are in
-        `.found.choices`, best first.
+        """Return the best layouts of the run on a cluster such as "h100:64" (default: the run's own cluster). The layouts are in
+        the result's `.found.choices`, best first.
 
         Without `offload`, only plans are returned that keep state and activations on the device. Raises SpecErrors."""
         from megalith.planner import plan_result, request

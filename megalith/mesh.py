@@ -1,5 +1,5 @@
-"""Conversion between ranks and positions on mesh axes. It is pure arithmetic without torch, so that the trainer, the checker and
-the planner place ranks by the same rule.
+"""Conversion between ranks and positions on mesh axes. The trainer, the checker and the planner place ranks by this arithmetic,
+which needs no torch.
 
 There are three views of the ranks. **Work**: the part of the computation that a rank does: its pipeline stages (`pipeline`),
 samples (`data`), part of a sequence (`context`), part of each matrix product (`tensor`). **State**: the part of the dense
@@ -9,7 +9,7 @@ share the fastest links, and tensor parallelism needs fast links most. Pipeline 
 apart.
 
 A bidirectional pipeline (DualPipe) keeps two copies of each stage, on rank p and on its mirror rank P - 1 - p. In the state view,
-the two ranks of such a pair are one place with twice as many data ranks; `side` distinguishes them.
+a rank and its mirror are one place with twice as many data ranks; `side` distinguishes the two.
 """
 
 from collections.abc import Mapping

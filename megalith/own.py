@@ -44,8 +44,8 @@ def load(name: str) -> object:
 
 
 def digest(name: str) -> str:
-    """Return the sha256 of the source code of a part. This is the source of its module or, if the module is in a package, of
-    every Python file of the package.
+    """Return the sha256 of a part's source code: that of its module or, if the module is in a package, of every Python file of
+    the package.
 
     Raises OwnPartError for a module without a source file. This function imports only the parent packages of the module.
     """

@@ -229,8 +229,8 @@ class Checkpointer:
         return {key: share for key, share in found.items() if share.held.place in self._mine}
 
     def _prepare(self, job: _Job, mine: dict[str, Share], meta: Mapping[str, Any], *, copy: bool) -> Callable[[], None]:
-        """Return the rest of a save, which may run in a thread. That function contains collectives. A rank with an error
-        therefore still calls it, and reports the error in those collectives."""
+        """Return the rest of a save, which may run in a thread. The returned function contains collectives, so a rank with an
+        error must call it too, and reports the error in these collectives."""
         error = None
         try:
             meta = json.loads(json.dumps(dict(meta), allow_nan=False))

@@ -4,7 +4,7 @@ Ranks do not coordinate: each writes its own shares in the format described in `
 start again after a fault, the process that starts them finds the steps of which all ranks have a copy. A copy is written only to
 a buffer whose old copy is no longer needed, so a rank may be killed at any moment. The fleet chooses the distance between a node
 and its buddy. Copies are sent to buddies while the next step is computed. In-memory copies at a peer are from GEMINI, Wang et
-al., SOSP 2023. GEMINI, Wang et al., SOSP 2023.)
+al., SOSP 2023.
 """
 
 import contextlib
@@ -152,8 +152,8 @@ class Memory:
         self._warn = warn
 
     def _clear_away(self) -> None:
-        """Remove files that are no longer used. The node's first rank also removes those that belong to the ranks of a slot that
-        the node filled earlier."""
+        """Remove files that are no longer used. The node's first rank also removes the files of ranks that the node had in
+        another slot."""
         slots = len(self.rank_info.placement)
         mine = ranks_of(self.rank_info.slot, world=self.rank_info.world, slots=slots)
         for path in (*self.folder.glob("own-*"), *self.folder.glob("buddy-*")):

@@ -11,7 +11,7 @@ from megalith.fleet.tiers import Tier
 
 
 class SaveReports:
-    """Reports the outcomes of saves. Only the rank with a log does so."""
+    """Reports the outcomes of saves, on the one rank that has a log."""
 
     def __init__(self, log: EventLog | None) -> None:
         self._log = log

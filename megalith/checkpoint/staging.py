@@ -12,8 +12,8 @@ ALIGNMENT = 64  # bytes: a cache line, and more than any element
 
 class Staging:
     """One block of CPU memory, which all saves use: to get new pages from the system for each save would take four times as long
-    as the copy itself. Large pages are not used. They are faster on an idle machine, but during training the disk cache fills the
-    memory, and the system then needs ten times as long to make room for them.
+    as the copy itself. Large pages are not used, because they are faster only on an idle machine. During training the disk cache
+    fills the memory, and the system needs ten times as long to make room for large pages.
     """
 
     def __init__(self) -> None:

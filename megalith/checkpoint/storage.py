@@ -84,7 +84,7 @@ class FolderWriter(StorageWriter):
     """Writes one checkpoint into `folder`, under a temporary name that the first rank chooses for all and commits at the end.
 
     `error`: why this rank has no shares to write. A rank with an error still takes part in the collectives, and makes all ranks
-    abort the save. `place`, the folder above `folder`, must exist; `folder` itself is created. `folder` is created in it.
+    abort the save. `place`, the folder above `folder`, must exist; `folder` itself is created.
     """
 
     def __init__(

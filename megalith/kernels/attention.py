@@ -286,7 +286,7 @@ def chunked(softcap: float | None = None, rows: int = ROWS) -> Kernel:
 
     def scores(q: Tensor, k: Tensor, part: slice, causal: bool, scale: float) -> Tensor:
         """Return the capped scores of some queries, with -inf for keys that a query does not see: [batch, kv_heads, group, rows,
-        keys]. [batch, kv_heads, group, rows, keys]."""
+        keys]."""
         heads = k.shape[1]
         some = q[:, :, part].unflatten(1, (heads, -1)).to(work_dtype(q.dtype))
         found = some @ k[:, :, None].to(some.dtype).mT * scale

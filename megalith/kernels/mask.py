@@ -122,7 +122,6 @@ def _pairs(q: _Spot, k: _Spot, window: int) -> Iterator[MaskBlock]:
 
 
 def _joined(pairs: Sequence[MaskBlock]) -> Iterator[MaskBlock]:
-    """Join neighbouring rectangles, for fewer and larger calls."""
     last: MaskBlock | None = None
     for pair in pairs:
         if last is None:

@@ -2,7 +2,7 @@
 number exactly, and the product is a bf16 product of rounded factors. NVFP4's scales and fp32 scales are not powers of two, so
 products with these scales are computed in fp32 and rounded once. By definition of these formats, each tile of the inner dim gives
 one fp32 partial sum; here the order of sums differs. Each factor is rounded along the dim over which its product sums. Such a
-product is no faster than one in bf16. It only computes the numbers that hardware with few bits would compute. `kernels.scaled`
+product is no faster than one in bf16: it only computes the numbers that hardware with few bits would compute. `kernels.scaled`
 multiplies in 8 bits.
 """
 
@@ -246,7 +246,7 @@ class Narrow(Multiply, ABC):
 
     @property
     def part(self) -> str:
-        """The part of the model to which the layer belongs, such as `blocks.3`. `blocks.3`."""
+        """The part of the model to which the layer belongs, such as `blocks.3`."""
         return ".".join(self.layer.split(".", 2)[:2])
 
     @property

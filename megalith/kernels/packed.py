@@ -11,10 +11,10 @@ from megalith.kernels.quantise import QuantisedTensor, Scaling, quantise
 from megalith.spec.numbers import SCALE_BYTES
 
 SLABS: Mapping[str, int] = {"cpu": 1 << 16}
-"""The number of elements that are rounded at once, by kind of device. On a processor it is so small that their fp32 copies stay
-in the cache."""
+"""The number of elements that are rounded at once, by kind of device; on a processor so few that their fp32 copies stay in the
+cache."""
 SLAB = 1 << 24
-"""The number of elements that are rounded at once on a GPU. It is large, because each launch of a kernel takes long."""
+"""The number of elements that are rounded at once on a GPU: many, because each launch of a kernel takes long."""
 
 
 def width_of(columns: int, scaling: Scaling) -> int:

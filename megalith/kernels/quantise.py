@@ -49,7 +49,7 @@ class Scaling:
     to E4M3, and in addition one fp32 scale for the whole matrix."""
     saturates: bool = False
     """True if `share` may return less than a block's largest number. Numbers that are then too large become the format's largest
-    number. Larger numbers then become the format's largest number."""
+    number."""
 
     @property
     def exact(self) -> bool:
@@ -96,9 +96,9 @@ def quantise(x: Tensor, scaling: Scaling, *, share: Share | None = None, draws: 
 def narrowed(
     x: Tensor, scaling: Scaling, *, share: Share | None = None, draws: Tensor | None = None, lost: Tensor | None = None
 ) -> Tensor:
-    """Return the numbers of `quantise(x, scaling)` without their codes, in a few passes. They have the dtype of x if scales are
-    powers of two, else fp32, because bf16 cannot represent them. `lost`, int64 [3], is increased by three numbers: that of all
-    elements, of elements that saturate, and of nonzero elements that become 0.
+    """Return the numbers of `quantise(x, scaling)` without their codes, in a few passes. The numbers have the dtype of x if
+    scales are powers of two, else fp32, because bf16 cannot represent them. `lost`, int64 [3], is increased by three numbers:
+    that of all elements, of elements that saturate, and of nonzero elements that become 0.
 
     If scales are powers of two, the numbers are the same for every block whose largest number is at least 2^-90; in smaller blocks,
     differences of 2^-126 are lost.

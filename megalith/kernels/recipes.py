@@ -49,8 +49,7 @@ class Tensorwise(Narrow):
 
 class Microscaled4(Blockwise):
     """MXFP4 (OCP Microscaling Formats 1.0, section 6): E2M1 with a power of two as scale for each 32 numbers along the inner dim.
-    In weights each 32 x 32 numbers share a scale, as NVIDIA 2025, arXiv:2509.25149, section 4.3 recommends for 4 bits. E2M1 with
-    a power of two for each 32 numbers along the inner dim, and for each 32 x 32 numbers of a weight."""
+    In weights each 32 x 32 numbers share a scale, as NVIDIA 2025, arXiv:2509.25149, section 4.3 recommends for 4 bits."""
 
     tile = 32
     element = E2M1

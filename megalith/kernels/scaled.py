@@ -2,8 +2,7 @@
 
 `quantise` defines the codes of these factors too; a compiler turns it into one pass over the numbers. The hardware adds up the
 products and rounds the sum once. Hopper keeps about 14 bits in the sum of 128 products (DeepSeek-V3, arXiv:2412.19437, section
-3.3.2). Hopper keeps about 14 bits within 128 products (DeepSeek-V3, arXiv:2412.19437, section 3.3.2).
-"""
+3.3.2)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -101,7 +100,6 @@ def coded(factor: Factor) -> tuple[Tensor, Tensor]:
 
 
 def _encode(x: Tensor, known: Tensor | None, scaling: Scaling, down: bool) -> tuple[Tensor, Tensor]:
-    """Encode x. `known`: the blocks' largest numbers over all ranks, if other ranks have a part of the blocks."""
     assert scaling.element.dtype is not None
     narrow = quantise(x, scaling, share=None if known is None else lambda _: known)
     codes = narrow.codes.view(scaling.element.dtype)

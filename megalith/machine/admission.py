@@ -14,7 +14,7 @@ from megalith.machine import gpus, health
 from megalith.machine.health import MIB, Finding, Needs
 
 MINIMUM = Needs(memory=256 * MIB, disk=64 * MIB, shared_memory=16 * MIB, loopback=10 * MIB, descriptors=256)
-"""Minimum resources to start a run. They are far below the recommended resources, by which `megalith doctor` judges."""
+"""Minimum resources to start a run, far below the recommended resources by which `megalith doctor` judges."""
 
 ANYWAY = 'To start without this check, set fleet.check to "return"; `megalith doctor` shows more'
 

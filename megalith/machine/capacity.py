@@ -9,7 +9,7 @@ from pathlib import Path
 
 PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 OTHER_DEVICES = (Path("/dev/kfd"), Path("/dev/dxg"), Path("/dev/nvmap"))
-"""Device files of GPUs that NVML does not count: those of AMD, WSL and Jetson. AMD, WSL and Jetson."""
+"""Device files of GPUs that NVML does not count: those of AMD, WSL and Jetson."""
 DRIVER_NOT_LOADED, NO_PERMISSION = 9, 4  # of nvml.h
 
 

@@ -14,7 +14,7 @@ from megalith.machine import capacity
 
 GIB = 2.0**30
 BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16", "svebf16")
-"""Flags in /proc/cpuinfo for bf16 multiplication: first those of Intel and AMD, then those of ARM. Intel's and AMD's, then ARM's.
+"""Flags in /proc/cpuinfo for bf16 multiplication: first those of Intel and AMD, then those of ARM.
 """
 AMPERE = 8.0
 """The lowest compute capability whose tensor cores support bf16."""
@@ -88,7 +88,7 @@ class Description:
 
 
 def describe() -> Description:
-    """Describe this machine. This takes as long as nvidia-smi, if nvidia-smi is installed."""
+    """Describe this machine, which takes as long as nvidia-smi, if nvidia-smi is installed."""
     found = capacity.measure()
     name, bf16 = processor()
     return Description(

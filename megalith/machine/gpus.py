@@ -61,7 +61,6 @@ def _ask(*command: str, seconds: float) -> tuple[int, str]:
 
 
 def _up() -> float:
-    """Return the seconds since the kernel started, which is the clock of the kernel's log."""
     try:
         return float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
     except OSError:
@@ -129,7 +128,6 @@ _SLOWED = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_
 
 
 def _number(text: str) -> float | None:
-    """Return the number at the beginning of a value such as "34 C"; None for "N/A"."""
     found = re.match(r"-?\d+(\.\d+)?", text)
     return float(found[0]) if found else None
 

@@ -114,7 +114,6 @@ def _available() -> float:
 
 
 def _left_in_group(root: Path = Path("/sys/fs/cgroup")) -> float:
-    """Return the memory that is left in the control group (version 2); infinite without a limit."""
     try:
         most, used = ((root / f"memory.{name}").read_text(encoding="utf-8").strip() for name in ("max", "current"))
     except OSError:

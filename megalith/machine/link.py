@@ -46,8 +46,8 @@ def take_down(name: str) -> None:
 
 
 def watch(name: str, down: Callable[[], None]) -> None:
-    """Call `down` once an interface of the caller's current network namespace goes down. A thread calls it then; if the interface
-    is down already, it is called at once."""
+    """Call `down` from a thread once an interface of the caller's current network namespace goes down; at once if the interface
+    is down already."""
     news = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _ROUTE)
     news.bind((0, _LINK_NEWS))
     index = socket.if_nametoindex(name)

@@ -27,14 +27,13 @@ from megalith.machine.networks import INTERFACE, Network
 MTU = 9000
 """Maximum number of bytes in a packet. With smaller packets, a CPU would be busy all the time."""
 QUEUE_SECONDS = 1.0
-"""Maximum length of a wire's queue. If it is full, packets are dropped, and streams are not read."""
+"""Maximum length of a wire's queue; if the queue is full, packets are dropped, and streams are not read."""
 _TUN, _NO_HEADER, _SET_INTERFACE = 0x0001, 0x1000, 0x400454CA  # IFF_TUN, IFF_NO_PI, TUNSETIFF
 _BEGINS = 0x02  # SYN, which has a number of its own in the stream
 SEGMENT = 1460
 """Number of bytes in a simulated packet of a relayed stream; each such packet may be lost."""
 REPEATED_SECONDS = 0.2
-"""Delay of a stream after a lost packet, which is Linux's minimum time before a retransmission. Linux's minimum time before a
-retransmission."""
+"""Delay of a stream after a lost packet, which is Linux's minimum time before a retransmission."""
 _SHARED = struct.Struct("<BB6xd4Q")  # cut; times torn; loss; bytes that crossed in each direction; packets lost in each direction
 
 

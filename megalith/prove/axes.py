@@ -22,8 +22,8 @@ from megalith.spec.state import LOWER
 MAX_RANKS = 8
 LAYERS = 4
 SAMPLES = 8
-"""Number of samples in a site's batch. They give each rank two microbatches (four in a pipeline, or two with four data ranks; one
-if gradients are released)."""
+"""Number of samples in a site's batch. These samples give each rank two microbatches (four in a pipeline, or two with four data
+ranks; one if gradients are released)."""
 
 PHASES = ({"begin": SAMPLES, "global_batch": 2 * SAMPLES}, {"begin": 3 * SAMPLES, "global_batch": SAMPLES, "seq_len": 24})
 """The phases of a run with phases: each of its three steps is in a different phase."""

@@ -46,7 +46,7 @@ class Recording:
     """Gradient of each microbatch in the first step. Only a run on one process records them."""
     maxima: dict[str, TrackedMaxima] = field(default_factory=dict)
     """The largest values that rows and tensors had when they were scaled in the first step, by layer and factor
-    (`kernels.narrow.maxima`). Delayed scales use them in the second step."""
+    (`kernels.narrow.maxima`). Also the maxima of the first step that delayed scales follow in the second step."""
 
     def first(self) -> "Recording":
         """The recording of the first step alone, but with the weights from the end of the run."""
@@ -118,7 +118,6 @@ def compare(expected: Recording, found: Recording, *, spec: RunSpec, limits: Reo
 
 
 def _by_losses(expected: Recording, found: Recording, *, spec: RunSpec, limits: Reordered) -> list[Row]:
-    """Compare the first step, which both runs begin with the same weights, and the losses of all steps."""
     one = compare(expected.first(), found.first(), spec=spec, limits=limits)
     losses = [
         (abs(theirs - ours) / abs(theirs), f"step {step + 1}")
@@ -143,8 +142,7 @@ def router_gaps(expected: Recording, found: Recording) -> list[Gap]:
 def _gradient_gaps(expected: dict[str, Tensor], found: dict[str, Tensor], floor: float, step: str) -> Iterator[Gap]:
     """Yield the differences relative to each tensor's largest gradient. If the gradients of a tensor cancel out (as for a bias of
     keys, which shifts all scores alike), the tensor has only rounding errors, so its differences are measured against the model's
-    largest gradient. A tensor whose gradients cancel out (a bias of keys, which shifts all scores alike) holds only rounding
-    errors, so it is measured against the model's largest gradient."""
+    largest gradient."""
     least = floor * max(float(g.abs().max()) for g in expected.values())
     for name, g in expected.items():
         yield float((found[name] - g).abs().max()) / max(float(g.abs().max()), least), f"{name}, {step}"

@@ -93,7 +93,6 @@ def _worth(choices: Choices, left: frozenset[Pair]) -> float:
 
 
 def _climbed(random: Random, one: ParityCase, axes: Axes, left: frozenset[Pair]) -> ParityCase:
-    """Change the choices of a draw one by one, as long as a change covers more pairs of `left` for the draw's cost."""
     before = None
     while one is not before:
         before = one

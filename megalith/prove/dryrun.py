@@ -115,7 +115,6 @@ def _target(spec: RunSpec) -> str:
 
 
 def _outer(trainer: Trainer) -> list[torch.Tensor]:
-    """Make the tensors that merges with other sites need on the device for this rank's weights; none in a run without sites."""
     if (sites := trainer.run.sites) is None:
         return []
     shapes = {name: tuple(trainer.state.master(name).shape) for name in trainer.state.masters}

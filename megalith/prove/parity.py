@@ -220,7 +220,6 @@ def _noted(seen: dict[str, TrackedMaxima], trainer: Trainer) -> dict[str, Tracke
 
 
 def _settled(late: Unchecked | None) -> list[StepTotals]:
-    """Validate the update that was made before its gradient norm was known, if there is one; return the totals of its step."""
     if late is None:
         return []
     late.settle()

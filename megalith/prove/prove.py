@@ -56,8 +56,8 @@ class ParityResult:
 
 
 def prove(one: ParityCase, *, references: dict[Any, Recording]) -> ParityResult:
-    """Train a combination on its ranks and compare it with one process. The reference runs on one process are taken from
-    `references`, or computed and added to it.
+    """Train a combination on its ranks and compare it with one process. Runs on one process are taken from `references`; missing
+    ones are computed and added there.
 
     From the first call on, this process computes on one thread (see `prove.worlds.run_ranks`).
     """

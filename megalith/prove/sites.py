@@ -91,8 +91,6 @@ def _together(spec: RunSpec, sites: list[SiteRecording]) -> Verdict:
 
 
 def _apart(spec: RunSpec, here: list[RunSpec], sites: list[SiteRecording]) -> Verdict:
-    """Compare sites that merge weights: each site with one process, and the merges with those in numpy. `here`: the run as each
-    site trains it."""
     limits, precision = PRECISIONS[spec.train.precision].parity, spec.train.precision
     rounds = isinstance(limits, Rounded)
     alone = {

@@ -42,7 +42,7 @@ class Fault:
 
     `strength`: for "poison" the fraction of random tokens, for "rate" the factor of the learning rate, otherwise the number of
     the flipped bit in fp32 (30: the exponent's highest). `place` in 0..1 selects the tensor and the element to flip. A flip in a
-    gradient hits only one computation of it.
+    gradient hits only one computation of this gradient.
     """
 
     kind: Kind

@@ -18,7 +18,7 @@ from megalith.train.state import State
 
 Update: TypeAlias = Callable[[int, float], None]
 """Function that updates all parameters from their gradients. Its arguments are the number of earlier updates and the learning
-rate. (updates before this one, learning rate)."""
+rate."""
 
 UpdateFactory: TypeAlias = Callable[
     [Mapping[str, nn.Parameter], Mapping[str, Treatment], OptimizerSpec, Mapping[str, Parameter]], Update

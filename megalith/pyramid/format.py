@@ -24,8 +24,8 @@ NAME = re.compile(r"(\d{6})-(\d{2})-(\d{15})\.bin")
 
 
 def arrays_of(kind: str, level: int) -> int:
-    """Return the number of arrays in a record. At level 0 it is one; at higher levels there are the minimum and maximum, and for
-    numbers also the mean."""
+    """Return the number of arrays in a record: one at level 0; at higher levels minimum and maximum, and for numbers also the
+    mean."""
     return 1 if level == 0 else 2 if kind == "codes" else 3
 
 

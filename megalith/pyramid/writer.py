@@ -72,7 +72,6 @@ class Writer:
         total: NDArray[np.float64] | None,
         known: NDArray[np.int64] | None,
     ) -> None:
-        """Add a record of the level below to the incomplete record of this level."""
         if level >= LEVELS:
             return
         if self._kind == "numbers" and total is None:
@@ -97,7 +96,6 @@ class Writer:
         return np.minimum(one - np.uint8(1), other - np.uint8(1)) + np.uint8(1)  # 0, a missing value, counts as the most
 
     def _end(self, level: int) -> None:
-        """Write the accumulated record of a level, and add it to the level above."""
         held = self._open.pop(level)
         arrays, bases = [held.low, held.high], held.bases / held.steps
         if held.total is not None and held.known is not None:

@@ -72,7 +72,6 @@ def planned_stops(plan: Scenario, random: np.random.Generator) -> list[float]:
 
 
 def _poisson(plan: Scenario, random: np.random.Generator, rate: float) -> np.ndarray:
-    """Return the times of random events within the run, in order (seconds). Events come at `rate` per second."""
     horizon = plan.days * DAY
     count = random.poisson(rate * horizon) if rate else 0
     return np.sort(random.random(count) * horizon)

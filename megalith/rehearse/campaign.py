@@ -76,8 +76,8 @@ def only_at(fleet: FleetSpec, *, checkpoint_every: int) -> dict[str, int]:
 
 
 def not_before(*, checkpoint_every: int) -> dict[str, int]:
-    """Return the earliest step of the kinds of fault that damage a checkpoint: before it, the run has only one checkpoint, and
-    its damage would lose the run."""
+    """Return the earliest step at which a fault may damage a checkpoint. Earlier, the run has only one checkpoint, and damage to
+    it would lose the run."""
     return dict.fromkeys(("checkpoint", "altered"), 2 * checkpoint_every + WRITTEN)
 
 

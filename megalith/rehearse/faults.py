@@ -1,7 +1,7 @@
 """The kinds of faults that a campaign can inject, and lists of faults drawn from a seed.
 
 How frequent each kind is comes from a published table of causes (`spec/faults.toml`); MIX maps the causes in that table to kinds
-of fault. MIX maps its causes to kinds of fault. Each rank injects its own faults of the list (`fleet.hooks`).
+of fault. Each rank injects its own faults of the list (`fleet.hooks`).
 """
 
 from collections.abc import Mapping, Sequence

@@ -10,9 +10,9 @@ against the run.
 
 The watch's limit is `max(hang_floor, hang_factor * the rolling 99th percentile of a step)` over the steps of all ranks
 (`control.pace`). The log has only the steps of rank 0, so a limit is compared with the limit that the slowest of rank 0's newest
-steps would give. A limit counts against the run if it is below the floor, or above that value by more than the factor
-BETWEEN_RANKS. First steps of a start, saves and starts have other limits, for which the log has too few durations. Hangs during
-these are only counted.
+steps would give. A limit counts against the run if it is below the floor, or more than BETWEEN_RANKS times the limit from rank
+0's steps. First steps of a start, saves and starts have other limits, for which the log has too few durations. Hangs in these
+phases are only counted.
 """
 
 from collections.abc import Sequence

@@ -74,8 +74,8 @@ class Judgement:
     """All results of a campaign. `problems` is empty if the campaign was passed.
 
     `same_end`: weights, moments, position, random numbers and every step's loss equal those of the run without faults. `blamed`:
-    for how many faults the right rank was blamed, and how many faults this counts; `among`: how often other nodes were blamed
-    too. `recovery_*` are seconds of recoveries by the run itself, without `supervisor_restarts`.
+    for how many faults the right rank was blamed, and of how many; `among`: how often other nodes were blamed too. `recovery_*`
+    are seconds of recoveries by the run itself, without `supervisor_restarts`.
     """
 
     rows: tuple[Row, ...]

@@ -17,9 +17,9 @@ class Latencies:
     """Durations in seconds, except `verify`: the fraction of the run's time that recomputation for verification takes.
 
     `crash`, `hang`, `node_lost`: the time from such a fault to the decision. `restart`: the time from the decision until ranks
-    can restore the state; `restore`, by tier: the time to restore it from there. `replace`: the additional time if a spare joins.
-    `stall`, by tier: how long a copy stops training; `write`: the time until a checkpoint in the store is complete; `save`: a
-    save that training waits for; `start`: the first start; `check`: a health check.
+    can restore the state; `restore`, by tier: the time to restore the state from this tier. `replace`: the additional time if a
+    spare joins. `stall`, by tier: how long a copy stops training; `write`: the time until a checkpoint in the store is complete;
+    `save`: a save that training waits for; `start`: the first start; `check`: a health check.
     """
 
     restart: float

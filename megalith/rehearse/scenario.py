@@ -30,8 +30,7 @@ class TimeUse(StrEnum):
 
 @dataclass(frozen=True)
 class Outage:
-    """Outages that hit `nodes` neighbouring nodes at once. Each such group has `rate` outages per second, of `hours` on average.
-    `rate` per second for each such group, for `hours` on average."""
+    """Outages that hit `nodes` neighbouring nodes at once. Each such group has `rate` outages per second, of `hours` on average."""
 
     name: str
     nodes: int

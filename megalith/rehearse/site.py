@@ -100,7 +100,6 @@ class Site:
         heapq.heappush(self.queue, (self.now + delay, self.order, chosen))
 
     def _overhead(self) -> float:
-        """Seconds of stall per second of work: for copies to all tiers, and for verification."""
         plan, fleet, stall = self.plan, self.plan.fleet, self.plan.latencies.stall
         memory = fleet.memory_every * plan.step_seconds
         every = {"memory": memory, "buddy": memory, "disk": fleet.disk_every * plan.step_seconds, "store": plan.store_every}

@@ -196,7 +196,7 @@ class SiteCampaign:
         return all(ended)
 
     def _turns(self, number: int) -> int:
-        """Return the number of turns of which the site's ranks run in one."""
+        """Return n if the site's ranks run only in every n-th turn."""
         if len(self.seen.members) < len(self.sites) and number in self.seen.members:
             return SLOWED
         return 2 if number in self._slow else 1

@@ -113,7 +113,6 @@ class Tally:
                     pass
 
     def _over(self, fault: Fault | None, fate: Effect) -> None:
-        """Set the effect of a fault, and the effect of the faults whose nodes left at the same time."""
         for other in self._leaving:
             self.settle(other, Effect.TOGETHER)
         self._leaving.clear()

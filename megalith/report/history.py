@@ -85,8 +85,7 @@ class History:
     @property
     def total_steps(self) -> int | None:
         """The number of the run's last step: `train.steps`, plus one for each skipped update; in a run with sites, plus one for
-        each batch that some site has missed. `train.steps`, and one more for each skipped update or, with sites, each batch that
-        some site has missed."""
+        each batch that some site has missed."""
         steps = self.spec.get("train", {}).get("steps")
         return steps and steps + (self.steps[-1].left_out if self.steps else 0)
 

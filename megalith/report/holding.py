@@ -71,8 +71,7 @@ def _order(parts: Iterable[str]) -> list[str]:
 
 
 def named(parts: Sequence[str]) -> str:
-    """List parts of a model briefly, with consecutive blocks as a range, as in `embedding, blocks 0–3, 8, head`. `embedding,
-    blocks 0–3, 8, head`."""
+    """List parts of a model briefly, with consecutive blocks as a range, as in `embedding, blocks 0–3, 8, head`."""
     numbers = sorted(int(part.removeprefix("blocks.")) for part in parts if re.fullmatch(r"blocks\.\d+", part))
     ranges: list[str] = []
     for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):

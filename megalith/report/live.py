@@ -121,7 +121,6 @@ class LiveLine:
             return 0
 
     def _new(self) -> list[Event]:
-        """Return the events written since the last call. Incomplete lines and lines without an event are skipped."""
         try:
             fresh = self._read()
         except OSError as error:

@@ -246,7 +246,6 @@ def _held_out(run: History, digits: Callable[[float], str]) -> list[str]:
 
 
 def _rounding(watched: Sequence[PrecisionWatched], digits: Callable[[float], str]) -> list[str]:
-    """Draw the relative gradient errors of the eight parts whose newest errors are largest, and the limit if there is one."""
     last = watched[-1].errors
     largest = sorted(last, key=lambda part: -(inf if (error := last[part]) is None else error))[:8]
     errors = {part: [(one.step, error) for one in watched if (error := one.errors.get(part)) is not None] for part in largest}

@@ -276,7 +276,7 @@ def across(found: PlanResult) -> str:
     lines = [f"{said.sites} sites with the run file's method: {_waits(said)}"]
     if said.use < GOOD:
         shortest = f"To compute for {GOOD:.0%} of the time, set inner_steps = {said.shortest}" if said.shortest else ""
-        lines[0] += f" {shortest or f'With no inner_steps up to {INTERVALS[-1]} does it compute for {GOOD:.0%} of the time'}."
+        lines[0] += f" {shortest or f'With no inner_steps up to {INTERVALS[-1]} does a site compute for {GOOD:.0%} of the time'}."
     if proposed is not None and proposed != said:
         lines.append(f"method chosen for this link: {_waits(proposed)}")
         if proposed.use < GOOD:

@@ -53,7 +53,6 @@ def _by_start(run: History) -> Iterator[tuple[RunStarted, list[Step]]]:
 
 
 def _taking_turns(run: History) -> Iterator[str]:
-    """Yield a sign if each of N pipeline ranks is busy for only about 1/N of the time."""
     if run.plan is None or not run.spans or run.plan.pipeline == 1:
         return
     ranks = run.plan.pipeline

@@ -1,9 +1,7 @@
 """Charts as inline SVG: lines, stacked bars, grids. Charts scale with the page and follow its light or dark colours.
 
 Values show on hover. Colours are CSS classes (`c0` .. `c10`, in STYLE). The first eight are after Okabe and Ito's set, which
-people with colour blindness can tell apart. `c10`, in STYLE); the first eight are after Okabe and Ito, whose set people with
-colour blindness can tell apart.
-"""
+people with colour blindness can tell apart."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -46,9 +44,7 @@ svg .bar:hover{opacity:.8}
 @dataclass(frozen=True)
 class Series:
     """A named curve. `colour`: the number of its colour class; `dots`: draw a dot at each point; `faint`: raw values behind a
-    smoothed curve, which the legend leaves out; `dashes`: a dashed line, so that an equal curve below it is visible. `colour`:
-    its class number; `dots`: mark each point; `faint`: raw values behind a smoothed curve, without an entry in the legend;
-    `dashes`: a dashed line, so that an equal curve below it is visible."""
+    smoothed curve, which the legend leaves out; `dashes`: a dashed line, so that an equal curve below it is visible."""
 
     name: str
     points: Sequence[Point]

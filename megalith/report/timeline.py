@@ -135,7 +135,6 @@ def draw(groups: Mapping[str, Sequence[Bar]], ranks: int, *, width: float = 1180
 
 
 def _rectangle(bar: Bar, left: float, y: float, scale: float) -> str:
-    """Draw one bar. Collectives and messages are thin bars at the bottom of the row, because they overlap computations."""
     _, fill, ink = FILLS[bar.kind]
     x, wide = left + bar.start * scale, max((bar.end - bar.start) * scale, 0.6)
     beside = bar.kind in ("GATHER", "REDUCE", "OFFLOAD", "FETCH", "MESSAGE")

@@ -92,5 +92,5 @@ def _digits(value: float) -> str:
 
 
 def skipped(lines: int) -> str:
-    """Say how many lines of a log hold no event."""
+    """Describe how many lines of a log hold no event."""
     return f"{lines} line{'s' * (lines > 1)} of the log without an event"

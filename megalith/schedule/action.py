@@ -1,4 +1,4 @@
-"""Actions of ranks, rows of actions, and schedules made of such rows. They are only data, and have a text form.
+"""Actions of ranks, rows of actions, and schedules made of such rows: plain data with a text form.
 
 Stages are global numbers (0 .. stages-1), microbatches are numbers within one step. The text of an action is its stage, its kind
 and its microbatch, such as `0F3`, `7W0`, `1RECV_F0` or `0FETCH1`; `2GATHER` has no microbatch, because a stage's weights belong

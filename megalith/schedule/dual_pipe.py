@@ -16,7 +16,8 @@ from megalith.schedule.action import Action, Computation, Overlap, Row, RowEntry
 
 def dualpipev(ranks: int, microbatches: int) -> Schedule:
     """Build a schedule with two stages a rank in a V, as in ZB-V, and a steady state of overlapped entries. In the formulas for
-    its bubble and memory, p is the number of stages, 2 * ranks. It equals DualPipe on half the ranks, but keeps no weights twice.
+    its bubble and memory, p is the number of stages, 2 * ranks. DualPipeV equals DualPipe on half the ranks, but keeps no weights
+    twice.
     """
     full = max(microbatches, 2 * ranks)
 
@@ -84,7 +85,7 @@ def _row(rank: int, ranks: int, microbatches: int) -> Row:
 
 
 class _Row:
-    """A row that is being written. It counts the microbatches of each stage, and lists each W that must still follow."""
+    """A row that is being written, with the number of microbatches of each stage and a list of each W that must still follow."""
 
     def __init__(self) -> None:
         self.entries: list[RowEntry] = []

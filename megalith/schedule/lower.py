@@ -40,9 +40,9 @@ class Program:
     step (ZeRO 1, 2). A REDUCE belongs to the backward just before it (B, or W if the backward is split) and covers all gradients
     that are not yet reduced. In the stages `retained`, the tensors that a forward keeps for its backward are moved off the
     device. An OFFLOAD follows the forward, and ends the move of one microbatch's tensors. A FETCH begins the move back, one
-    computation before the backward (B or I). In a bidirectional schedule both copies of a stage take part in its collectives.
-    These two ranks run their two stages in opposite orders, so every rank gathers its stages at the beginning of the row and
-    reduces them at the end, in ascending order.
+    computation before the backward (B or I). In a bidirectional schedule both copies of a stage take part in its collectives. The
+    two ranks of such a pair run their two stages in opposite orders, so every rank gathers its stages at the beginning of the row
+    and reduces them at the end, in ascending order.
     """
 
     schedule: Schedule

@@ -136,7 +136,7 @@ def explain(wait: Wait) -> str:
 
 def activations(schedule: Schedule, saved: Sequence[float], waiting: Sequence[float] | None = None) -> list[float]:
     """Return the peak memory that each rank keeps for backward, in the unit of `saved` (bytes, or any other). `saved[stage]`: the
-    memory of one microbatch on a stage, which F allocates and B frees. With a split backward, I frees all of it except
+    memory of one microbatch on a stage, which F allocates and B frees. With a split backward, I frees all of this memory except
     `waiting[stage]` (inputs of the matrix products and gradients of their outputs), which W frees. By default, W frees
     everything, as in the memory tables of the zero-bubble papers.
     """
@@ -165,8 +165,7 @@ def _held(row: Row, saved: Sequence[float], waiting: Sequence[float]) -> list[fl
 
 
 def _cost(seconds: Seconds) -> Callable[[RowEntry], float]:
-    """Return `seconds` as a function. A computation that has no time in the table is an error. A computation without an entry is
-    an error."""
+    """Return `seconds` as a function. A computation that has no time in the table is an error."""
     if callable(seconds):
         return seconds
     table = seconds
@@ -260,7 +259,6 @@ class _Machine:
         return None
 
     def _inputs(self, action: Action) -> list[Action]:
-        """Return the inputs for which a computation waits: a receive from another rank, or computations of the same rank."""
         kind, stage, i = action
         if kind == "W":
             return [Action("I", stage, i)]

@@ -56,7 +56,6 @@ def problems(program: Program) -> list[str]:
 
 
 def _outside(program: Program) -> Iterator[str]:
-    """Yield computations of stages and microbatches that do not exist; other checks ignore them."""
     for rank, row in enumerate(program.rows):
         for action in computations(row):
             if not 0 <= action.stage < program.stages or action.microbatch not in range(program.microbatches):
@@ -64,7 +63,6 @@ def _outside(program: Program) -> Iterator[str]:
 
 
 def _computed(program: Program) -> Iterator[str]:
-    """Check that each computation occurs exactly once, on the rank of its stage."""
     count: Counter[Action] = Counter()
     for rank, row in enumerate(program.rows):
         for action in computations(row):
@@ -149,7 +147,6 @@ def _messages(program: Program) -> Iterator[str]:
 
 
 def _crossed(program: Program) -> Iterator[str]:
-    """Yield channels whose sends and receives are in different orders."""
     sends: dict[Channel, list[Action]] = defaultdict(list)
     receives: dict[Channel, list[Action]] = defaultdict(list)
     for row in program.rows:

@@ -1,8 +1,8 @@
 """Zero-bubble schedules with one stage per rank, ZB-H1 and ZB-H2 (Qi et al. 2024, arXiv:2401.10241, section 2).
 
 A backward is split in two halves. I computes the gradient of the input, for which the previous stage waits. W computes the
-gradient of the weights, for which no other computation waits until the step ends. Each rank computes W in time that was bubble
-before. In the paper's notation, the time of I is T_B.
+gradient of the weights, for which no other computation waits until the step ends. Each rank computes W when it would otherwise
+idle. In the paper's notation, the time of I is T_B.
 """
 
 from megalith.schedule.action import Action, Row, Schedule, loop

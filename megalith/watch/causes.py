@@ -43,8 +43,8 @@ class Cause:
 
 
 class CauseReport(NamedTuple):
-    """Causes of lost time, the most expensive first, and answers to the usual what-if questions. Both are empty if there is no
-    clear cause."""
+    """Causes of lost time, the most expensive first, and answers to the usual what-if questions. Causes and answers are empty if
+    there is no clear cause."""
 
     causes: tuple[Cause, ...] = ()
     without: tuple[WhatIfAnswer, ...] = ()
@@ -60,7 +60,7 @@ def causes(source: Source) -> CauseReport:
 
 
 def refresh(source: Source) -> CauseReport:
-    """Return the causes. They are searched for again if the last result is too old."""
+    """Return the causes, after a new search for them if the last result is too old."""
     known = source.causes
     if known is not None and (known[0] == source.revision or time.monotonic() < known[1]):
         return known[2]
@@ -137,7 +137,6 @@ def _of_stages(one: Replay, own: NDArray[np.float64], seen: Window, share: float
 
 
 def _of_samples(one: Replay, seen: Window, share: float, slow: set[int]) -> Iterator[Cause]:
-    """Yield a cause if another data rank is the slowest from step to step, because samples then differ in cost."""
     if one.plan.data < 2:
         return
     others = np.array([rank for rank in range(seen.own.shape[1]) if rank not in slow])
@@ -150,7 +149,8 @@ def _of_samples(one: Replay, seen: Window, share: float, slow: set[int]) -> Iter
     if np.median(ratios) < UNEVEN or most > 0.6:
         return
     times = f"{np.median(ratios):.2f} times"
-    words = f"Uneven samples: in the median step, the slowest data rank works {times} as long as the median one, and changes from step to step"
+    words = f"Uneven samples: in the median step, the slowest data rank works {times} as long as the median one"
+    words = f"{words}, and changes from step to step"
     change = (
         "Documents differ in length: pack them, or use larger microbatches. With data.document_mask, long documents cost more."
     )

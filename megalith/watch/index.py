@@ -98,7 +98,6 @@ class Index:
                 self._append(NOTES, b'{"at":%d,"event":%s}' % (self.offset, line))
 
     def _begin(self) -> None:
-        """Begin a new piece of the pyramid, because steps are repeated or a generation begins."""
         if self._steps is not None:
             self._steps.close()
         self._make_folder()

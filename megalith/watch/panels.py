@@ -112,8 +112,7 @@ def speed(source: Source, asked: Asked) -> dict[str, Any]:
 
 
 TERMS: Mapping[str, tuple[str, ...]] = {**gains.TERMS, "data": ("data",), "other": ("other",)}
-"""Map from each term of a prediction to the parts of a step in the log. Predictions have no terms "data" and "other". Predictions
-have no terms "data" and "other"."""
+"""Map from each term of a prediction to the parts of a step in the log. Predictions have no terms "data" and "other"."""
 
 HIDDEN = {"data": 0.0, "saving": 0.0}
 """Predicted seconds of terms that predictions assume to be hidden behind computation."""

@@ -96,8 +96,7 @@ class Server:
 
     @property
     def acting_address(self) -> str:
-        """The address for users who may also give orders. It has the second token after #, which browsers do not send to the
-        server."""
+        """The address for users who may also give orders. This address has the second token after #, which browsers do not send."""
         return f"{self.address}#act={self.second}"
 
     def start(self) -> None:
@@ -217,7 +216,7 @@ class Server:
         _send(connection, _head(200, "json", len(whole), more=(f"X-Megalith-Stands: {stands:.1f}",)) + whole)
 
     def _panel_data(self, source: Source, name: str, asked: Mapping[str, str]) -> tuple[bytes, float]:
-        """Return the data of a panel as JSON, and the seconds for which they are reused. They are reused for so long that
+        """Return the data of a panel as JSON, and the seconds for which they are reused. The data are reused for so long that
         computing them takes at most SHARE of a core."""
         key = (name, *(f"{one}={asked[one]}" for one in sorted(asked)))
         kept = self._answers.get(key)

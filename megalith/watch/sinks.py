@@ -213,7 +213,6 @@ class Feed:
         self._sinks[name].numbers(values, event.step, event.time)
 
     def _try(self, name: str, act: Callable[[], object]) -> None:
-        """Call a method of a tool. If it raises an exception, log a warning and stop using the tool."""
         try:
             act()
         except Exception as error:

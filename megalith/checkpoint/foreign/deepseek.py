@@ -31,7 +31,6 @@ STRETCH = {  # our field -> their setting
 
 
 def _turned(ours: str, theirs: str, heads: int, channels: int) -> Piece:
-    """A matrix whose rows produce `heads` heads; the last `channels` of each head are rotated."""
 
     def ordered(found: Sequence[Tensor], *, pairs: bool) -> list[Tensor]:
         rows = found[0].unflatten(0, (heads, -1))
@@ -82,7 +81,6 @@ def _copied(piece: Piece, copies: Sequence[str]) -> Piece:
 
 
 def _ahead(block: Sequence[Piece], depth: int, layer: int) -> list[Piece]:
-    """Return the pieces of a multi-token prediction module, as in DeepSeek-V3's release."""
     own = [
         same("norm_embedding.weight", "enorm.weight"),
         same("norm_hidden.weight", "hnorm.weight"),
