@@ -1,11 +1,9 @@
 """One rank's copies in its node's memory: written every few steps, sent to a buddy on another node, restored bit for bit.
 
-Ranks do not coordinate: each writes its own shares in the format described in `megalith.fleet.tiers.copies`. Before the ranks
-start again after a fault, the process that starts them finds the steps of which all ranks have a copy. A copy is written only to
-a buffer whose old copy is no longer needed, so a rank may be killed at any moment. The fleet chooses the distance between a node
-and its buddy. Copies are sent to buddies while the next step is computed. In-memory copies at a peer are from GEMINI, Wang et
-al., SOSP 2023.
-"""
+Ranks do not coordinate: each writes its own shares in the format described in `megalith.fleet.tiers.copies`. Before the ranks start again
+after a fault, the process that starts them finds the steps of which all ranks have a copy. A copy is written only to a buffer whose old
+copy is no longer needed, so a rank may be killed at any moment. The fleet chooses the distance between a node and its buddy. Copies are
+sent to buddies while the next step is computed. In-memory copies at a peer are from GEMINI, Wang et al., SOSP 2023."""
 
 import contextlib
 import os
@@ -88,8 +86,7 @@ class ChecksumInPlace:
 
 
 def layout_of(state: Mapping[str, Tensor], *, text_bytes: int = 0) -> Layout:
-    """Return the layout of a payload: the tensors of a state, the state of the CPU's random generator, and `text_bytes` bytes of
-    text."""
+    """Return the layout of a payload: the tensors of a state, the state of the CPU's random generator, and `text_bytes` bytes of text."""
     tensors = {**state, RNG: torch.get_rng_state(), TEXT: torch.empty(text_bytes, dtype=torch.uint8)}
     return Layout.of((n, DTYPES[t.dtype], tuple(t.shape), t.numel() * t.element_size()) for n, t in tensors.items())
 
@@ -103,12 +100,11 @@ class CopyError(RuntimeError):  # it says what was found
 
 
 class Memory:
-    """The copies in memory of one rank's state. `state`: the rank's tensors by name, the same in every call. `pinned`: keep one
-    more copy, the one that `pin` chose last. `good`: keep this many more copies, the newest ones that are marked as good.
-    `text_bytes`: bytes of text that each copy may hold besides the state. `disk`: the folder under which each node keeps copies
-    on its own disk; None: no copies on disk. `warn` is called with a message when another process has removed files. Raises
-    OSError if there is no room, or other users can access the folder. Copies without a valid MAC by the run's key are ignored.
-    """
+    """The copies in memory of one rank's state. `state`: the rank's tensors by name, the same in every call. `pinned`: keep one more copy,
+    the one that `pin` chose last. `good`: keep this many more copies, the newest ones that are marked as good. `text_bytes`: bytes of text
+    that each copy may hold besides the state. `disk`: the folder under which each node keeps copies on its own disk; None: no copies on
+    disk. `warn` is called with a message when another process has removed files. Raises OSError if there is no room, or other users can
+    access the folder. Copies without a valid MAC by the run's key are ignored."""
 
     def __init__(
         self,
@@ -132,9 +128,8 @@ class Memory:
         self.text = ""  # the text in the copy that was restored last
         self.room, self._most_good = text_bytes, good
         text = self.layout.dump()
-        self._count = (
-            max(keep, 2 if disk else 1) + 1 + pinned + good
-        )  # what the disk is written from is not written over meanwhile
+        # one more than are kept, so that no copy is overwritten while it is written to disk
+        self._count = max(keep, 2 if disk else 1) + 1 + pinned + good
         self._clear_away()
         self.own = Buffers.create(self.folder, "own", rank_info.rank, key=self._key, count=self._count, layout=text)
         for file in self.own.files:
@@ -152,8 +147,7 @@ class Memory:
         self._warn = warn
 
     def _clear_away(self) -> None:
-        """Remove files that are no longer used. The node's first rank also removes the files of ranks that the node had in
-        another slot."""
+        """Remove files that are no longer used; on the node's first rank, also those of ranks that the node had in another slot."""
         slots = len(self.rank_info.placement)
         mine = ranks_of(self.rank_info.slot, world=self.rank_info.world, slots=slots)
         for path in (*self.folder.glob("own-*"), *self.folder.glob("buddy-*")):
@@ -166,10 +160,9 @@ class Memory:
                 path.unlink(missing_ok=True)
 
     def join(self, distance: int, *, group: dist.ProcessGroup) -> None:
-        """Pair the nodes: the node `distance` slots after this one will keep copies of this node's state, and this node will keep
-        copies for the node `distance` slots before it. All ranks must call this method together. `group`: a gloo group of all
-        ranks, in rank order, that no other code uses. Raises OSError on every rank if any rank has no room for its buddy's
-        copies."""
+        """Pair the nodes: the node `distance` slots after this one will keep copies of this node's state, and this node will keep copies
+        for the node `distance` slots before it. All ranks call this method together. `group`: a gloo group of all ranks, in rank order,
+        that no other code uses. Raises OSError on every rank if one has no room for its buddy's copies."""
         self.group, self._apart = group, distance * self.rank_info.world // len(self.rank_info.placement)
         text, failed = self.layout.dump(), None
         size = torch.tensor([len(text)])
@@ -216,10 +209,9 @@ class Memory:
         text: str = "",
         good: bool = False,
     ) -> None:
-        """Copy the state after `step` steps and `samples` samples. `updates`: see `Label`. `known`: the digest of `state`, if
-        already computed. `text`: stored with the copy. `good`: keep this copy, so that the run can rewind to it. Only the copying
-        itself blocks training. A copy to disk waits until the previous copy is on disk.
-        """
+        """Copy the state after `step` steps and `samples` samples. `updates`: see `Label`. `known`: the digest of `state`, if already
+        computed. `text`: stored with the copy. `good`: keep this copy, so that the run can rewind to it. Only the copying itself blocks
+        training. A copy to disk waits until the previous copy is on disk."""
         self.finish()
         self._make_anew()
         number = self.own.next(busy=[self._writing[1]] if self._writing and self._writing[0].is_alive() else [])
@@ -242,16 +234,15 @@ class Memory:
             self._write_to_disk(number, step)
 
     def _encode_text(self, text: str) -> Tensor:
-        """Return the text as bytes, padded to the size that every copy reserves for text. Raises ValueError if the text is
-        longer."""
+        """Return the text as bytes, padded to the size that every copy reserves for text. Raises ValueError if the text is longer."""
         encoded = text.encode()
         if len(encoded) > self.room:
             raise ValueError(f"a copy has room for {self.room} bytes of text, but this text has {len(encoded)}")
         return torch.frombuffer(bytearray(encoded.ljust(self.room)), dtype=torch.uint8) if self.room else torch.empty(0).byte()
 
     def _make_anew(self) -> None:
-        """Create files again that another process has removed, such as a cleaner of temporary files; this process still has their
-        content mapped."""
+        """Create files again that another process has removed, such as a cleaner of temporary files; this process still has their content
+        mapped."""
         made = sum(buffers.make_anew() for buffers in (self.own, self.kept) if buffers is not None)
         if made:
             self._warn(f"{made} files of copies in {self.folder} were removed by another process, and are written again in full")
@@ -298,8 +289,8 @@ class Memory:
         return next((label.step for file in self.own.files if file.marks & VERIFIED and (label := file.label)), None)
 
     def _write_to_disk(self, number: int, step: int) -> None:
-        """Write a copy to disk in a thread, atomically. First wait until the previous copy is on disk: if ranks skipped copies
-        instead, there could soon be no step of which all ranks have one."""
+        """Write a copy to disk in a thread, atomically. First wait until the previous copy is on disk: if ranks skipped copies instead,
+        there could soon be no step of which all ranks have one."""
         if self._writing:
             self._writing[0].join()
         thread = threading.Thread(target=self._to_disk, args=(number, step), name="copy-to-disk", daemon=True)
@@ -335,12 +326,11 @@ class Memory:
     # --- restoring ---
 
     def restore(self, source: Source) -> Label | None:
-        """Fill the state from `source`, whose tier says where the copy of this rank's state is. Return the copy's label; None if
-        the copy is in the store. All ranks must call this method together.
+        """Fill the state from `source`, whose tier says where the copy of this rank's state is. Return the copy's label; None if the copy
+        is in the store. All ranks must call this method together.
 
-        Copies of later steps are invalidated, because the run computes those steps again. Raises CopyError on the rank whose copy
-        is damaged.
-        """
+        Copies of later steps are invalidated, because the run computes those steps again. Raises CopyError on the rank whose copy is
+        damaged."""
         tier = source.tier_of(self.rank_info.slot)
         self.forget_after(source.step)
         self._exchange(source)
@@ -360,8 +350,8 @@ class Memory:
         return {label.step for file in self.own.files if (label := file.label)}
 
     def go_back(self, step: int, *, now: int) -> Label:
-        """Fill the state from this rank's own copy of `step`. `now` is the current step; copies of steps after `step` and before
-        `now` are dropped. Raises CopyError."""
+        """Fill the state from this rank's own copy of `step`. `now` is the current step; copies of steps after `step` and before `now` are
+        dropped. Raises CopyError."""
         self.settle()
         label = self._load_file(self._own(step, Tier.MEMORY), Tier.MEMORY)
         self.forget(after=step, before=now)
@@ -381,8 +371,7 @@ class Memory:
                 path.unlink(missing_ok=True)
 
     def _exchange(self, source: Source) -> None:
-        """Send each copy that a buddy keeps to the rank that needs it. Every rank derives the senders and receivers from `source`
-        alone."""
+        """Send each copy that a buddy keeps to the rank that needs it. Every rank derives the senders and receivers from `source` alone."""
         if self.kept is None:
             return
         works, arriving = [], None
