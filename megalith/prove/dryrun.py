@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class RankCounts:
-    """What was counted while one rank built its trainer and computed its first step."""
+    """The counts from the time in which one rank built its trainer and computed its first step."""
 
     coordinates: dict[str, int]
     parts: list[str]

@@ -28,4 +28,4 @@ def noise_words(run: History) -> str:
     if "tokens" in last.noise:
         return f"{units.count(last.noise['tokens'])} tokens, at {units.count(last.tokens)} a step"
     why = absent(run.plan, run.microbatches) if run.plan and run.microbatches else "the run's plan is not known"
-    return f"no noise scale: {why or 'its estimates are not positive yet'}"
+    return f"none: {why or 'its estimates of signal and noise are not positive yet'}"

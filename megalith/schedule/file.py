@@ -50,7 +50,7 @@ def read(text: str) -> Schedule:
 
 @dataclass
 class _Draft:
-    """What the reader has found so far: the values read from a file, and the problems."""
+    """The reader's findings so far: the values read from a file, and the problems."""
 
     name: str = "file"
     numbers: dict[str, int] = field(default_factory=dict)

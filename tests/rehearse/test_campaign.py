@@ -48,7 +48,7 @@ def test_faults_that_come_at_chosen_steps_alone_are_named_with_what_that_means()
     told = aimed(FleetSpec(verify_every=4, verify="all"), checkpoint_every=10, kinds=("once", "full", "kill"))
     assert told["full"] == "when a checkpoint is due, every 10th step"
     assert "with probability 1/4" in told["once"]
-    assert "for certain at any step" in aimed(FleetSpec(verify_every=1), checkpoint_every=0, kinds=("once",))["once"]
+    assert "detected at whichever step it comes" in aimed(FleetSpec(verify_every=1), checkpoint_every=0, kinds=("once",))["once"]
     assert aimed(FleetSpec(), checkpoint_every=0, kinds=("kill",)) == {}
 
 
