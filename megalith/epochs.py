@@ -85,6 +85,6 @@ def _move(run_dir: Path, folder: str, epoch: int) -> None:
                 raise
             reason = (
                 f"{error.strerror}: this folder must be renamed to {own.name}, so that its last owner no longer writes there. "
-                f"Mount or move it elsewhere, and put a symbolic link in its place"
+                f"Mount or move this folder elsewhere, and put a symbolic link in its place"
             )
             raise OSError(error.errno, reason, str(old)) from error

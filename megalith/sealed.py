@@ -27,7 +27,7 @@ def read(path: Path, sealed: Mapping[str, str]) -> bytes:
     if before not in (None, now):
         raise AlteredError(
             f"{path} was changed while this run was in progress: its sha256 was {before[:12]}... when the command began, and is now "
-            f"{now[:12]}... No rank is started with it. Restore the file or leave it as it is now, and start the command again"
+            f"{now[:12]}... No rank is started with the new content. Restore the file or leave it as it is now, and start the command again"
         )
     return content
 

@@ -42,7 +42,8 @@ class DamagedCheckpointError(ValueError):
 
 
 class AwayError(OSError):
-    """A checkpoint is temporarily unreadable. It may be intact, so the run must neither use an earlier one nor start over."""
+    """A checkpoint is temporarily unreadable. This checkpoint may be intact, so the run must neither use an earlier one nor start
+    over."""
 
     exit_code = ExitCode.LOST
 
@@ -403,8 +404,8 @@ def prune(folder: Path, *, keep: int) -> list[str]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint unless another process reads it. First rename it, so that a partly removed checkpoint does not look
-    complete."""
+    """Remove a checkpoint unless another process reads it. The checkpoint is first renamed, so that a partly removed one does not
+    look complete."""
     manifest = path / MANIFEST
     with contextlib.ExitStack() as stack:
         if manifest.exists():

@@ -1,5 +1,5 @@
-"""The share of each tensor that each rank holds, described as boxes of the whole tensor. State described in this way can be saved
-under one plan and loaded under any other."""
+"""The share of each tensor that each rank holds, described as boxes of the whole tensor. State described by such boxes can be
+saved under one plan and loaded under any other."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -113,8 +113,8 @@ class OffDeviceShare:
 
 @dataclass(frozen=True)
 class Share:
-    """This rank's box of a tensor, and the values: `data`, of shape `held.sizes`, is a view of the tensor, or represents values that
-    are not in memory."""
+    """This rank's box of a tensor, and the box's values: `data`, of shape `held.sizes`, is a view of the tensor, or represents
+    values that are not in memory."""
 
     held: HeldShare
     data: Tensor | StreamedShare

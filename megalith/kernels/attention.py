@@ -32,8 +32,8 @@ class Kernel:
     """A kernel for softmax(scale q kᵀ) v over some of the keys. `causal` requires as many keys as queries.
 
     `forward(q, k, v, causal, scale)` returns the output and its log-sum-exp [batch, heads, seq] in fp32 (fp64 for fp64).
-    `backward(grad, q, k, v, out, lse, causal, scale)` returns the gradients of q, k and v that come from these keys. Its `out`
-    and `lse` must be those over *all* keys that the queries see.
+    `backward(grad, q, k, v, out, lse, causal, scale)` returns the gradients of q, k and v that come from these keys. Backward's
+    `out` and `lse` must be those over *all* keys that the queries see.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
@@ -278,8 +278,8 @@ def _ends(segments: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor
 
 @lru_cache(maxsize=64)
 def chunked(softcap: float | None = None, rows: int = ROWS) -> Kernel:
-    """Return a plain kernel in fp32, which computes `rows` queries at a time, and the scores again in backward. It is used when
-    no fused kernel supports the tensors.
+    """Return a plain kernel in fp32, which computes `rows` queries at a time, and the scores again in backward. This kernel is
+    used when no fused one supports the tensors.
 
     Scores s become `softcap` tanh(s / softcap) (Gemma 2, Riviere et al. 2024, arXiv:2408.00118, section 2).
     """

@@ -18,8 +18,8 @@ IGNORE = -100
 
 
 class Loss(NamedTuple):
-    """`objective` is the differentiated loss (nll + z-loss); `nll` is the cross-entropy alone. Both are sums over valid targets,
-    multiplied by `scale`."""
+    """`objective` is the differentiated loss (nll + z-loss); `nll` is the cross-entropy alone. `objective` and `nll` are sums
+    over valid targets, multiplied by `scale`."""
 
     objective: Tensor
     nll: Tensor
@@ -41,8 +41,8 @@ def cross_entropy_plain(
     logit_scale: float = 1.0,
     softcap: float | None = None,
 ) -> Loss:
-    """The plain definition of the loss, for tests: hidden [tokens, dim], weight [vocab, dim], targets [tokens] (-100: none). It
-    holds all logits in memory."""
+    """The plain definition of the loss, for tests: hidden [tokens, dim], weight [vocab, dim], targets [tokens] (-100: none). All
+    logits are in memory at once."""
     logits = finish((hidden @ weight.T).float(), logit_scale=logit_scale, softcap=softcap)
     valid = targets != IGNORE
     nll = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum") * scale

@@ -44,7 +44,8 @@ def deferring(queue: Queue) -> Iterator[None]:
 
 def weight_gradient(weight: Tensor, gradient: Callable[[], Tensor]) -> Tensor | None:
     """Return the gradient of `weight` for a Function's backward, or None if it was deferred. `gradient` may be called later,
-    without autograd, so it must not use anything that backward frees. Its result is added to the `.grad` of the leaf `weight`.
+    without autograd, so it must not use anything that backward frees. The result of `gradient` is added to the `.grad` of the
+    leaf `weight`.
     """
     if _queue is None or not weight.is_leaf:
         return gradient()

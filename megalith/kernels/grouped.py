@@ -40,7 +40,7 @@ def grouped_plain(x: Tensor, weight: Tensor, sizes: Sizes) -> Tensor:
 
 
 def grouped_products(x: Tensor, matrices: Tensor, sizes: Sizes) -> Tensor:
-    """Multiply each group's rows by its matrix: x [rows, a], matrices [groups, a, b] -> [rows, b]. This takes one launch if
+    """Multiply each group's rows by its matrix: x [rows, a], matrices [groups, a, b] -> [rows, b]. One launch is enough if
     torch's grouped product can be used.
 
     `sizes` must add up to the rows of x, because torch's product leaves rows after the last group uninitialised.

@@ -1,8 +1,9 @@
-"""The visible keys of each query, cut into rectangles and triangles. This is only arithmetic on positions: no mask tensor is ever
-created.
+"""The visible keys of each query, cut into rectangles and triangles. The blocks come from arithmetic on positions: no mask tensor
+is ever created.
 
 A token sees itself and the tokens of its document before it, or the last `window` of them. The mask between a set of queries and
-a set of keys is then a staircase. It consists of rectangles and triangles, which attention kernels compute at full speed.
+a set of keys is then a staircase. This staircase consists of rectangles and triangles, which attention kernels compute at full
+speed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -102,7 +103,7 @@ def _spots(runs: Segments, first: int, end: int) -> Iterator[_Spot]:
 
 def _pairs(q: _Spot, k: _Spot, window: int) -> Iterator[MaskBlock]:
     """Yield blocks in which position i sees the positions j with i - window < j <= i. Each block has at most `window` queries.
-    Their keys form a triangle of the oldest keys, a rectangle, and a triangle of the newest keys."""
+    The block's keys form a triangle of the oldest keys, a rectangle, and a triangle of the newest keys."""
 
     def pair(queries: Segment, keys: Segment, sees: Literal["all", "past", "future"]) -> Iterator[MaskBlock]:
         (i, i_end), (j, j_end) = queries, keys

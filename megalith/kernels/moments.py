@@ -1,6 +1,6 @@
 """Low-bit moments: the exact form in which an optimizer's tensors are kept between two updates.
 
-In 8 bits a row [..., n] is cut into blocks. A block consists of its codes in E4M3 and one byte of E8M0. This byte is the power of
+In 8 bits a row [..., n] is cut into blocks. A block consists of its codes in E4M3 and one byte of E8M0. The byte is the power of
 two by which the codes are multiplied, the smallest with which no number saturates. For a mean of squares, its root is stored.
 Ranks that split a tensor at the borders of blocks hold parts of the same bytes as a rank that holds all of it.
 

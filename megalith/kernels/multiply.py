@@ -19,11 +19,11 @@ from megalith.kernels.quantise import Scaling
 from megalith.spec.numbers import PrecisionSpec
 
 OUTSIDE: Mapping[str, str] = {
-    "Router": "it computes scores in fp32 under every recipe, because rounded scores choose other experts (Fedus et al. 2022, section 2.4)",
-    "Embedding": "it looks up rows and adds up their gradients, and multiplies nothing",
-    "CausalConv": "it multiplies each channel by itself, elementwise, and is bound by memory",
-    "CausalCore": "it multiplies activations with activations, in the formats of attention kernels",
-    "MambaCore": "it multiplies activations with states in fp32, because its sums run over the whole sequence",
+    "Router": "the router computes in fp32 under every recipe, because rounded scores choose other experts (Fedus et al. 2022, section 2.4)",
+    "Embedding": "the embedding looks up rows and adds up their gradients, and multiplies nothing",
+    "CausalConv": "the convolution multiplies each channel by itself, elementwise, and is bound by memory",
+    "CausalCore": "the attention core multiplies activations with activations, in the formats of attention kernels",
+    "MambaCore": "the Mamba core multiplies activations with states in fp32, because its sums run over the whole sequence",
 }
 """Map from modules that hold matrices or multiply, but do not use `Multiply`, to the reason."""
 
@@ -37,7 +37,7 @@ class Formed(NamedTuple):
 
     activation: Activation
     factors: tuple[Tensor, ...]
-    """The gate, if there is one, and `up`."""
+    """The factors: the gate, if there is one, and `up`."""
 
     def form(self) -> Tensor:
         """Return activation(gate) * up, or activation(up)."""

@@ -1,4 +1,4 @@
-"""The recipes of narrow products. They differ in which numbers of a factor share a scale."""
+"""The recipes of narrow products, which differ in the numbers of a factor that share a scale."""
 
 from megalith.kernels.elements import E2M1
 from megalith.kernels.narrow import Blocks, Narrow

@@ -63,5 +63,5 @@ def _turn_rows(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`rotate_plain`, faster in eager mode; a compiler fuses `rotate_plain` better than this."""
+    """Do what `rotate_plain` does, faster in eager mode; a compiler fuses `rotate_plain` better than this function."""
     return rotate_plain(x, cos, sin) if torch.compiler.is_compiling() else _Rotate.apply(x, cos, sin)  # pyright: ignore[reportReturnType]

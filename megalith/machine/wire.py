@@ -1,8 +1,8 @@
 """A slow link on one machine, without a kernel module: bandwidth, delay, lost packets and outages in user space.
 
-With root permission, the link is a wire between two network namespaces with TUN devices: it carries IP packets, and the kernel's TCP
-handles losses. Otherwise it is a relay on the loopback address, through which one site connects to another. A relay carries streams, so a
-lost packet only delays the stream, as a retransmission would.
+With root permission, the link is a wire between two network namespaces with TUN devices: it carries IP packets, and the kernel's
+TCP handles losses. Without root permission, the link is a relay on the loopback address, through which one site connects to
+another. A relay carries streams, so a lost packet only delays the stream, as a retransmission would.
 """
 
 import contextlib

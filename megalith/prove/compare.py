@@ -46,7 +46,7 @@ class Recording:
     """Gradient of each microbatch in the first step. Only a run on one process records them."""
     maxima: dict[str, TrackedMaxima] = field(default_factory=dict)
     """The largest values that rows and tensors had when they were scaled in the first step, by layer and factor
-    (`kernels.narrow.maxima`). Also the maxima of the first step that delayed scales follow in the second step."""
+    (`kernels.narrow.maxima`). The maxima that delayed scales follow in the second step are included."""
 
     def first(self) -> "Recording":
         """The recording of the first step alone, but with the weights from the end of the run."""

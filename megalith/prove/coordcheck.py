@@ -1,6 +1,6 @@
 """The coordinate check: it tests whether a model's outputs, and their changes by an update, keep their size as the model grows
-(Yang et al. 2022, "Tensor Programs V", arXiv:2203.03466, appendix D.1). If they keep their size, a learning rate tuned on a small
-model suits a large one.
+(Yang et al. 2022, "Tensor Programs V", arXiv:2203.03466, appendix D.1). If outputs keep their size, a learning rate tuned on a
+small model suits a large one.
 
 Models of several widths, or depths, are trained for a few steps on the same random tokens, in one process and in fp32. After each
 step the check takes the root mean square of the output of the first half of the blocks, of the output of all blocks, of the

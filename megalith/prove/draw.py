@@ -1,4 +1,5 @@
-"""Plans drawn at random so that every compatible pair of choices occurs: `parity --random` runs them to prove any combination.
+"""Plans drawn at random so that every compatible pair of choices occurs: `parity --random` runs these plans to prove any
+combination.
 
 Most faults of combinations need two choices to meet (Kuhn et al. 2004, "Software fault interactions"). A sample with every pair
 of values of any two axes therefore finds most faults, and further draws look for faults that need three choices.
@@ -38,8 +39,8 @@ TRIES = 600
 """The number of random combinations from which draws are chosen."""
 
 SWEEPS = 2
-"""A search for a valid combination changes one choice at a time. It ends after this many rounds over all possible changes in
-which the number of conflicts does not fall."""
+"""A search for a valid combination changes one choice at a time. The search ends after this many rounds over all possible changes
+in which the number of conflicts does not fall."""
 
 RETRIES = 2
 """Number of searches for a combination with a given pair, each from another combination, after which no draw covers this pair."""

@@ -123,7 +123,8 @@ def _outer(trainer: Trainer) -> list[torch.Tensor]:
 
 
 def single_documents(spec: RunSpec) -> Samples:
-    """Return a microbatch in which every sequence is one document, which gives attention the most pairs and a rank the most bytes."""
+    """Return a microbatch in which every sequence is one document, the case in which attention has the most pairs, and a rank the
+    most bytes."""
     rows, length = spec.plan.microbatch, spec.train.seq_len
     tokens = np.zeros((rows, length), dtype=np.int64)
     positions = np.tile(np.arange(length), (rows, 1))

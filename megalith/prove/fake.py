@@ -68,8 +68,7 @@ class Fakes(FakeTensorMode):
 
 
 def _on_meta(args: Any, kwargs: dict[str, Any]) -> bool:
-    """True if an operation runs on the meta device. This is the device of its first tensor argument or, if it has none, of its
-    result."""
+    """True if an operation runs on the meta device: the device of its first tensor argument or, if it has none, of its result."""
     device = kwargs.get("device")
     if device is not None and torch.device(device).type != "meta":
         return False

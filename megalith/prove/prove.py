@@ -92,7 +92,8 @@ def _record(rank: int, spec: RunSpec) -> Recording:
 
 
 def few(count: int, seed: int) -> list[ParityCase]:
-    """Return the combinations to prove, drawn with `seed`. If few are requested, they are combinations with several ranks."""
+    """Return the combinations to prove, drawn with `seed`. If `count` is small, only combinations with several ranks are
+    returned."""
     return sorted(draw(max(count, FEW), seed), key=lambda one: one.ranks > 1)[-count:]
 
 

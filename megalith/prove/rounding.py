@@ -7,8 +7,8 @@ the exact result is similar, though in another direction. A larger distance ther
 missing reduction or a shifted tensor.
 
 Smaller errors show in quantities in which rounding cancels out. One such quantity is the projection of the plan's gradient on
-that of one process: it turns thousands of roundings into one factor, which is 1 within a thousandth. Another is the weight of
-each microbatch in the sum of gradients.
+that of one process: it turns thousands of roundings into one factor, which is 1 within a thousandth. Another such quantity is the
+weight of each microbatch in the sum of gradients.
 """
 
 from collections.abc import Iterator, Sequence

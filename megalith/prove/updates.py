@@ -17,19 +17,19 @@ from megalith.train.optimizers.rule import Optimizer
 from megalith.train.state import State
 
 Update: TypeAlias = Callable[[int, float], None]
-"""Function that updates all parameters from their gradients. Its arguments are the number of earlier updates and the learning
-rate."""
+"""Function that updates all parameters from their gradients. The function's arguments are the number of earlier updates and the
+learning rate."""
 
 UpdateFactory: TypeAlias = Callable[
     [Mapping[str, nn.Parameter], Mapping[str, Treatment], OptimizerSpec, Mapping[str, Parameter]], Update
 ]
-"""Function that makes the update of some parameters. Its arguments are the parameters and their treatments by name, the
-optimizer's settings, and the model's description of each parameter."""
+"""Function that makes the update of some parameters. The function's arguments are the parameters and their treatments by name,
+the optimizer's settings, and the model's description of each parameter."""
 
 
 def update_of(parameters: Mapping[str, nn.Parameter], spec: OptimizerSpec, model: ModelSpec) -> Update:
-    """Return the update of a whole model. It uses an implementation that shares no code with the trainer's if there is one, else
-    the trainer's own rule."""
+    """Return the update of a whole model. The update uses an implementation that shares no code with the trainer's if there is
+    one, else the trainer's own rule."""
     spec = spec.model_copy(update={"master": "fp32"})  # these parameters are in fp32, whatever they compute in
     treated, described = treatments(model, spec), model_parameters(model)
     updates: list[Update] = []

@@ -29,6 +29,6 @@ def goodput(mtbf: float, *, interval: float, stall: float, restart: float) -> fl
 
 
 def goodput_to_first_order(mtbf: float, *, interval: float, stall: float, restart: float) -> float:
-    """The goodput 1 - (restart + half an interval) per fault - one stall per interval. This is accurate while the losses are a
-    few percent."""
+    """The goodput 1 - (restart + half an interval) per fault - one stall per interval. This formula is accurate while the losses
+    are a few percent."""
     return 1 - (restart + interval / 2) / mtbf - stall / interval

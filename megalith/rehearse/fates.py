@@ -113,8 +113,8 @@ def fates_of(
     restarts: Sequence[float] = (),
 ) -> list[Fate]:
     """Match each fault with the first later incident of an expected kind, if at most two other incidents come before it.
-    Otherwise match it with the first later incident, which then hides the fault; this does not apply to killed supervisors and to
-    kinds with `room`. `restarts`: the seconds that each start after a killed supervisor took, in order."""
+    Otherwise match it with the first later incident, which then hides the fault; killed supervisors and kinds with `room` are not
+    matched in this way. `restarts`: the seconds that each start after a killed supervisor took, in order."""
     incidents = of_kind(events, Incident)
     ends = {recovery.incident: recovery.time for recovery in of_kind(events, Recovery)}
     finished = max((end.time for end in of_kind(events, RunFinished)), default=None)

@@ -100,8 +100,8 @@ INSTEAD = {
 """Map from a kind of fault to the kind that replaces it in runs where it is impossible."""
 
 OF_ONE_MEMORY = ("checkpoint", "altered", "node", "two")
-"""Kinds that destroy all copies in memory if one machine runs all nodes. If each node has an agent, these kinds are left out. If
-each node has an agent, other machines keep copies too."""
+"""Kinds that destroy all copies in memory if one machine runs all nodes. If each node has an agent, a campaign leaves these kinds
+out. If each node has an agent, other machines keep copies too."""
 
 MOMENTS: tuple[Moment, ...] = ("step", "gradients", "resting")
 """The moments at which a process may die: at the start of a step, in its backward pass, after its update."""

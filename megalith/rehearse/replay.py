@@ -1,6 +1,6 @@
 """Replays a campaign in the simulator: the same faults at the same steps, the same policy, and the latencies of the campaign's log.
 
-This compares the simulator with a run that had real faults: its goodput, and each cause of lost time.
+A replay compares the simulator with a run that had real faults: its goodput, and each cause of lost time.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -79,7 +79,7 @@ class ReplayedCampaign:
 
     @property
     def goodput(self) -> float:
-        """Predicted goodput. Its useful steps are the useful steps of the record."""
+        """Predicted goodput. The useful steps are those of the record."""
         return self.recorded.seconds[Cause.USEFUL] / self.wall
 
     @property

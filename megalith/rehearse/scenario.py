@@ -44,10 +44,10 @@ class Scenario:
     and hour, times are in seconds.
 
     `store_every`: seconds of work between checkpoints in the shared store. `planned`: planned stops a day. The run has `sites`
-    sites. They merge after every `merge_every` seconds of work, and each merge stops a site for `merge_seconds`. A merge waits
-    for a late site for `grace` seconds, and sites wait for a quorum for `patience` seconds (if `decides` names a site, this site
-    alone is a quorum). A site may miss `staleness` merges before a merge waits for it. A site that was away gets the other sites'
-    weights `return_seconds` after its start.
+    sites. All sites merge after every `merge_every` seconds of work, and each merge stops a site for `merge_seconds`. A merge
+    waits for a late site for `grace` seconds, and sites wait for a quorum for `patience` seconds (if `decides` names a site, this
+    site alone is a quorum). A site may miss `staleness` merges before a merge waits for it. A site that was away gets the other
+    sites' weights `return_seconds` after its start.
     """
 
     name: str

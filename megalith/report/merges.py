@@ -14,8 +14,8 @@ MAX_POINTS = 1000  # of a curve: of more merges, those at even distances
 
 
 def merge_section(run: History) -> str:
-    """Return the report of a run's merges across sites as HTML: totals, and curves over the run. It is empty for a run without
-    sites."""
+    """Return the report of a run's merges across sites as HTML: totals, and curves over the run. The result is empty for a run
+    without sites."""
     found, made = merges_of(run), list(of_kind(run.events, Merge))
     if found is None:
         return ""

@@ -69,8 +69,8 @@ def _taking_turns(run: History) -> Iterator[str]:
 
 
 def _experts(run: History) -> Iterator[str]:
-    """Yield a sign if waiting for tokens dominates the time in the layers of experts. Such a wait shows in the log as an
-    interruption of a computation."""
+    """Yield a sign if waiting for tokens dominates the time in the layers of experts. In the log, a wait for tokens interrupts a
+    computation."""
     if run.plan is None or not run.spans or run.plan.expert == 1:
         return
     waiting, computing = dispatch_seconds(run.spans[-1].spans)

@@ -68,7 +68,7 @@ footer{margin-top:44px;font-size:12.5px}
 )
 
 HINT = '<p class="note hint" hidden>Drag over a curve to zoom in; double-click or press r for all of it, l for log axes.</p>'
-"""A hint about zooming. It is hidden until the page's script shows it."""
+"""A hint about zooming, hidden until the page's script shows it."""
 
 _SCRIPT = (Path(__file__).parent / "curves.js").read_text(encoding="utf-8").strip()
 _ALLOWED = f"'sha256-{base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()}'"

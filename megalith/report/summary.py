@@ -14,8 +14,8 @@ LAST = 10
 
 @dataclass(frozen=True)
 class Incident:
-    """One failure. `detection_seconds` last until it was detected, `recovery_seconds` from then until training continued (None:
-    not yet)."""
+    """One failure. `detection_seconds` last until the failure was detected, `recovery_seconds` from then until training continued
+    (None: not yet)."""
 
     step: int
     reason: str

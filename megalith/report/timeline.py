@@ -29,7 +29,7 @@ FILLS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "OTHER": ("other", "#a9a18c", "#1c1a14"),
     }
 )
-"""Name, fill and text colour of each kind of bar. They are the same in the light and the dark theme."""
+"""Name, fill and text colour of each kind of bar, the same in the light and the dark theme."""
 
 
 class Bar(NamedTuple):

@@ -176,8 +176,8 @@ def _arrivals(schedule: Schedule) -> Mapping[Channel, list[Action]]:
 def _receives(
     row: Row, schedule: Schedule, arrivals: Mapping[Channel, list[Action]], turns: Mapping[Action, int], ahead: int
 ) -> Mapping[int, list[Action]]:
-    """Return the receives to start before each entry of a row. These are the receive that is needed `ahead` entries later, and
-    all earlier receives of its channel."""
+    """Return the receives to start before each entry of a row. Before an entry start the receive that is needed `ahead` entries
+    later, and all earlier receives of its channel."""
     started: Counter[Channel] = Counter()
     found: defaultdict[int, list[Action]] = defaultdict(list)
     for i, entry in enumerate(row):

@@ -48,7 +48,7 @@ def _two_rounds(ranks: int, microbatches: int) -> int:
 
 
 def _two_rounds_both_ways(ranks: int, microbatches: int) -> int:
-    """Return the number of microbatches in two rounds. It is one more if the number of all microbatches is odd, because one
+    """Return the number of microbatches in two rounds. If the number of all microbatches is odd, one is added, because one
     direction then has one more."""
     return min(microbatches, 2 * ranks + microbatches % 2)
 
@@ -115,8 +115,8 @@ class Kind:
 
 
 def _filling(ranks: int, microbatches: int, chunks: int, backward: float) -> float:
-    """Idle time after Narayanan et al. 2021, arXiv:2104.04473: (ranks - 1) / chunks for the forwards and as many backwards. It is
-    more if there are too few microbatches to keep a rank busy between its chunks."""
+    """Idle time after Narayanan et al. 2021, arXiv:2104.04473: (ranks - 1) / chunks for the forwards and as many backwards. The
+    idle time is longer if there are too few microbatches to keep a rank busy between its chunks."""
     waiting = chunks * max(0, ranks - microbatches) + min(ranks, microbatches) - 1
     return waiting * (1 + backward) / chunks
 

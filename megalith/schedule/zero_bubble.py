@@ -12,16 +12,16 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
     """Build a schedule with the memory of 1F1B and a third of its bubble. On rank r, W is delayed by r microbatches.
 
     With at least `ranks` microbatches, and W no longer than F or I, a rank idles at most (ranks - 1) * (F + I - W) between its
-    first and its last computation. With a full backward B = I + W, this equals (ranks - 1) * (F + B - 2 W). Every rank holds at
-    most `ranks` microbatches.
+    first and its last computation. With a full backward B = I + W, this bound equals (ranks - 1) * (F + B - 2 W). Every rank
+    holds at most `ranks` microbatches.
     """
     rows = tuple(_row(rank, microbatches, first=ranks - rank, behind=rank) for rank in range(ranks))
     return Schedule("zb-h1", rows, ranks, microbatches, loop(ranks, 1))
 
 
 def zb_h2(ranks: int, microbatches: int) -> Schedule:
-    """Build a schedule without bubble between a rank's first and last computation, if F, I and W take the same time. It needs
-    nearly twice the memory of 1F1B.
+    """Build a schedule without bubble between a rank's first and last computation, if F, I and W take the same time. The schedule
+    needs nearly twice the memory of 1F1B.
 
     A rank has no gap at the beginning if 2 * (ranks - rank) - 1 forwards precede its first backward, and no gap at the end if W
     is delayed by 2 * rank microbatches. With at least 2 * ranks - 1 microbatches and W no longer than F or I, a rank idles at
@@ -35,8 +35,8 @@ def zb_h2(ranks: int, microbatches: int) -> Schedule:
 
 
 def _row(rank: int, microbatches: int, *, first: int, behind: int) -> Row:
-    """Return a rank's row: `first` forwards; then in turn an I, the W of the microbatch `behind` places before it, and a forward;
-    at the end the remaining W."""
+    """Return a rank's row, which has `first` forwards, then in turn an I, the W of the microbatch `behind` places before it, and
+    a forward, and at the end the remaining W."""
     row = [Action("F", rank, i) for i in range(min(first, microbatches))]
     for i in range(microbatches):
         row.append(Action("I", rank, i))

@@ -119,7 +119,7 @@ class Alerts:
 
 
 def _said(way: Callable[[str, Alert], None], target: str, alert: Alert) -> None:
-    """Send an alert. If it cannot be sent, print the alert and the reason: an exception must not end the process that follows the
+    """Send an alert. If an alert cannot be sent, print it and the reason: an exception must not end the process that follows the
     run."""
     try:
         way(target, alert)

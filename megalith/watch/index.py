@@ -41,8 +41,8 @@ def numbers(step: Step) -> NDArray[np.float32]:
 
 
 class Index:
-    """Index of the log of `run_dir`, in `folder`. It follows the log from byte `begin` on. Only one process at a time may keep an
-    index in a folder. If the disk is full or unavailable, new entries are lost, and no exception is raised.
+    """Index of the log of `run_dir` from byte `begin` on, kept in `folder`. Only one process at a time may keep an index in a
+    folder. If the disk is full or unavailable, new entries are lost, and no exception is raised.
     """
 
     def __init__(self, run_dir: Path, folder: Path, *, begin: int | None = None) -> None:

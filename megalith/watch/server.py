@@ -265,7 +265,7 @@ class Server:
 
 
 def _read(connection: socket.socket) -> Request:
-    """Read a request. Raises _Refused if it is too slow, too long or invalid."""
+    """Read a request. Raises _Refused if the request is too slow, too long or invalid."""
     end, read = time.monotonic() + HEAD_SECONDS, b""
     while b"\r\n\r\n" not in read:
         read += _receive(connection, end)

@@ -104,7 +104,7 @@ class Wandb:
 
 
 class Trackio:
-    """Sink for Trackio. The run there has the name of this run. Its files are in RUN_DIR/trackio; online they go to the Space
+    """Sink for Trackio. The run there has the name of this run. The files are in RUN_DIR/trackio; online they go to the Space
     that TRACKIO_SPACE_ID names."""
 
     def __init__(self, subject: TrackedRun) -> None:
@@ -131,7 +131,7 @@ class Trackio:
 
 
 class Mlflow:
-    """Sink for MLflow. The run there has the id of this run as a tag. It is stored in RUN_DIR/mlflow.db; online, at
+    """Sink for MLflow. The run there has the id of this run as a tag. The run is stored in RUN_DIR/mlflow.db; online, at
     MLFLOW_TRACKING_URI."""
 
     def __init__(self, subject: TrackedRun) -> None:

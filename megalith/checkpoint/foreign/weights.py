@@ -27,17 +27,17 @@ class Piece:
 
 
 def same(ours: str, theirs: str) -> Piece:
-    """Return the piece of one tensor that differs only in its name."""
+    """Return the `Piece` for a tensor that differs only in its name."""
     return Piece((ours,), (theirs,), list, list)
 
 
 def transposed(ours: str, theirs: str) -> Piece:
-    """Return the piece of a matrix that transformers stores transposed, as [in, out]."""
+    """Return the `Piece` for a matrix that transformers stores transposed, as [in, out]."""
     return Piece((ours,), (theirs,), lambda found: [found[0].T], lambda found: [found[0].T])
 
 
 def joined(ours: Sequence[str], theirs: str, *, transpose: bool = False) -> Piece:
-    """Return the piece of tensors with equally many rows, which transformers concatenates by rows. `transpose`: transformers
+    """Return the `Piece` for tensors with equally many rows, which transformers concatenates by rows. `transpose`: transformers
     stores the result as [in, out]."""
 
     def to_theirs(found: Sequence[Tensor]) -> list[Tensor]:
@@ -51,8 +51,8 @@ def joined(ours: Sequence[str], theirs: str, *, transpose: bool = False) -> Piec
 
 
 def interleaved(ours: Sequence[str], theirs: str, *, heads: int) -> Piece:
-    """Return the piece of tensors that each have the rows of `heads` heads. transformers stores them as one tensor: the rows of
-    the first head from each tensor, then the rows of the second head, and so on."""
+    """Return the `Piece` for tensors that each have the rows of `heads` heads. transformers stores them as one tensor: the rows
+    of the first head from each tensor, then the rows of the second head, and so on."""
 
     def to_theirs(found: Sequence[Tensor]) -> list[Tensor]:
         return [torch.stack([one.unflatten(0, (heads, -1)) for one in found], dim=1).flatten(0, 2)]
@@ -64,7 +64,7 @@ def interleaved(ours: Sequence[str], theirs: str, *, heads: int) -> Piece:
 
 
 def turned_last(ours: str, theirs: str, *, heads: int, channels: int) -> Piece:
-    """Return the piece of a matrix with the rows of `heads` heads. Megalith rotates the last `channels` rows of each head,
+    """Return the `Piece` for a matrix with the rows of `heads` heads. Megalith rotates the last `channels` rows of each head,
     transformers the first."""
 
     def to_theirs(found: Sequence[Tensor]) -> list[Tensor]:
@@ -77,8 +77,8 @@ def turned_last(ours: str, theirs: str, *, heads: int, channels: int) -> Piece:
 
 
 def stacked(ours: str, theirs: str, count: int) -> Piece:
-    """Return the piece of `count` experts. Megalith stores them as one tensor [experts, ...], transformers as one tensor each,
-    with the expert's number at "{e}" in `theirs`."""
+    """Return the `Piece` for `count` experts. Megalith stores all experts as one tensor [experts, ...], transformers as one
+    tensor each, with the expert's number at "{e}" in `theirs`."""
     names = tuple(theirs.replace("{e}", str(expert)) for expert in range(count))
     return Piece((ours,), names, lambda found: found[0].unbind(), lambda found: [torch.stack(tuple(found))])
 
