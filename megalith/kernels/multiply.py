@@ -19,7 +19,7 @@ from megalith.kernels.quantise import Scaling
 from megalith.spec.numbers import PrecisionSpec
 
 OUTSIDE: Mapping[str, str] = {
-    "Router": "the router computes in fp32 under every recipe, because rounded scores choose other experts (Fedus et al. 2022, section 2.4)",
+    "Router": "the router computes in fp32 with any recipe, because rounded scores choose other experts (Fedus et al. 2022, section 2.4)",
     "Embedding": "the embedding looks up rows and adds up their gradients, and multiplies nothing",
     "CausalConv": "the convolution multiplies each channel by itself, elementwise, and is bound by memory",
     "CausalCore": "the attention core multiplies activations with activations, in the formats of attention kernels",
