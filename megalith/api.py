@@ -1,6 +1,6 @@
 """Megalith from Python: one run as a value that is loaded, changed, checked, planned, trained and read.
 
-`from megalith import Run`. It calls the same functions as the commands, and needs torch only where they do.
+`from megalith import Run`. This module calls the same functions as the commands, and needs torch only where they do.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 class TrainingError(RuntimeError):
-    """A training that did not finish. `code` is the exit status of `megalith train`; the message says why."""
+    """A training that ended without finishing the run. `code` is the exit status that `megalith train` would return; the message
+    gives the reason."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -31,9 +32,9 @@ class TrainingError(RuntimeError):
 
 @dataclass(frozen=True)
 class Run:
-    """A run: a run file, settings that override its values, and the folder of the run's output.
+    """A run: a run file, settings that override values of this file, and the folder for the run's output.
 
-    Runs are values: `set` returns another one. Nothing is read before a method needs it, so a faulty file is found by `check`.
+    Runs are values: `set` returns another one. Files are read only when a method needs them, so `check` reports a faulty file.
     """
 
     request: RunRequest
@@ -49,7 +50,8 @@ class Run:
         return cls(RunRequest.in_folder(Path(run_dir)))
 
     def set(self, values: Mapping[str, Any] | None = None, /, **tables: Mapping[str, Any]) -> "Run":
-        """Return the run with these keys set to other values: `run.set({"train.steps": 100})` or `run.set(train={"steps": 100})`."""
+        """Return the run with these keys set to other values, as in `run.set({"train.steps": 100})` or `run.set(train={"steps":
+        100})`."""
         from megalith.spec.toml import literal
 
         given = {**(values or {}), **{f"{table}.{key}": value for table, keys in tables.items() for key, value in keys.items()}}
@@ -57,7 +59,7 @@ class Run:
         return replace(self, request=replace(self.request, overrides=(*self.request.overrides, *settings)))
 
     def in_folder(self, run_dir: str | Path) -> "Run":
-        """Return the same run with another folder."""
+        """Return the same run with another folder for its output."""
         return replace(self, request=replace(self.request, run_dir=Path(run_dir)))
 
     def with_plan(self, plan: "Plan") -> "Run":
@@ -66,7 +68,8 @@ class Run:
 
     @property
     def spec(self) -> "RunSpec":
-        """Every value of the run. Raises SpecErrors, with all problems, for a file or settings that cannot be read as a run."""
+        """All values of the run, including defaults. Raises SpecErrors, with all problems, for a file or settings that cannot be
+        read as a run."""
         from megalith.spec import files
 
         request = self.request
@@ -78,8 +81,8 @@ class Run:
         return self.request.run_dir or self.request.folder(self.spec)
 
     def check(self, *, ranks: int | None = None, here: bool = False) -> "list[Problem]":
-        """Return everything in the run that is wrong or unwise: errors first, then advice. `ranks`: the number of ranks to start. `here`:
-        also report what this machine lacks, as errors."""
+        """Return everything in the run that is wrong or unwise: errors first, then advice. `ranks`: the number of ranks that will
+        be started. `here`: also report, as errors, what the run needs but this machine does not have."""
         from megalith.commands.shared import runs
         from megalith.spec.problem import SpecErrors
 
@@ -89,9 +92,10 @@ class Run:
             return errors.problems
 
     def plan(self, cluster: str | None = None, *, top: int = 10, offload: bool = False) -> "PlanResult":
-        """Return the best layouts of the run on a cluster such as "h100:64" (default: the run's own): `.found.choices`, best first.
+        """Return the best layouts of the run on a cluster such as "h100:64" (default: the run's own cluster). The layouts are in
+        the result's `.found.choices`, best first.
 
-        Without `offload`, return only plans that the trainer can run. Raises SpecErrors."""
+        Without `offload`, only plans are returned that keep state and activations on the device. Raises SpecErrors."""
         from megalith.planner import plan_result, request
 
         plan_request = request.PlanRequest(
@@ -110,10 +114,10 @@ class Run:
     ) -> "Summary":
         """Train the run, or resume it from its newest checkpoint, and return a summary.
 
-        Starts the ranks of this machine and waits for them; under torchrun or srun this process is one of the ranks. `on_event` gets each
-        event soon after it is logged, in this process. An exception in `on_event` does not end the training: it is raised afterwards.
-        `show`: print progress. `profile` = "A:B" traces steps A to B - 1. Call `train` from the main thread, because it handles SIGINT and
-        SIGTERM.
+        This method starts the ranks of this machine and waits until they end; under torchrun or srun, this process is one of the
+        ranks. `on_event` is called in this process with each event soon after it is logged. An exception in `on_event` does not
+        end the training, but is raised after it. `show`: print progress. `profile` = "A:B" traces steps A to B - 1. Call `train`
+        from the main thread, because it handles SIGINT and SIGTERM.
 
         Raises SpecErrors before anything starts, InUseError if another process owns the folder, TrainingError if the run did not finish.
         """
@@ -168,9 +172,9 @@ class Run:
         step: int | None = None,
         own: Sequence[str] = (),
     ) -> str:
-        """Return what the trained model writes after `prompt`; temperature 0 takes the likeliest token each time. `own`: names of the own
-        parts of the model, such as "mine:BILINEAR", which are imported first. Raises OwnPartError if the model has own parts that are not
-        named."""
+        """Return what the trained model writes after `prompt`; temperature 0 takes the likeliest token each time. `own`: names of
+        the user's own parts that the model contains, such as "mine:BILINEAR"; these parts are imported first. Raises OwnPartError
+        if the model contains own parts that `own` does not name."""
         from megalith.commands.shared.arguments import admit_parts
         from megalith.train.generate import generate
 
@@ -182,7 +186,7 @@ class Run:
     def evaluate(
         self, texts: str | Sequence[str], *, step: int | None = None, seq_len: int | None = None, own: Sequence[str] = ()
     ) -> "Score":
-        """Return the trained model's loss on one text or several; each text is a separate document. `own`: as for `generate`."""
+        """Return the trained model's loss on a text or on several texts, each as a separate document. `own`: as for `generate`."""
         from megalith.commands.shared.arguments import admit_parts
         from megalith.train.evaluate import evaluate
 
@@ -191,7 +195,7 @@ class Run:
         return evaluate(self.run_dir, documents, step=step, seq_len=seq_len)
 
     def export(self, out: str | Path, *, dtype: str = "fp32", step: int | None = None) -> Path:
-        """Write the trained weights as a folder that Hugging Face transformers loads, and return it."""
+        """Write the trained weights as a folder that Hugging Face transformers loads, and return the folder's path."""
         from megalith.commands.export import export
 
         return export(self.run_dir, out=Path(out), dtype=dtype, step=step)

@@ -1,7 +1,7 @@
 """The program `megalith`, made of the commands in `megalith.commands`.
 
-Exit status: 0 done; 1 something failed; 2 the run's description or the command line is wrong; training adds those of
-`megalith.fleet.exit_codes`.
+The exit status is 0 if all is done, 1 if something failed, 2 if the run's description or the command line is wrong. Training adds
+the statuses in `megalith.fleet.exit_codes`.
 """
 
 import functools
@@ -77,15 +77,15 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
     "data verify": data.verify,
     "tokenizer train": tokenizer.train,
 }
-"""Command as typed -> a function with typer's annotations. The docstring is the command's help; the return value is the exit status (None:
-0)."""
+"""Map from each command, as typed, to a function with typer's annotations. The function's docstring is the command's help, and
+its return value is the exit status (None: 0)."""
 
 GROUPS = {
     "advise": "Measure which settings suit a run, starting from its checkpoints.",
     "data": "Prepare text for training, and inspect prepared data.",
     "tokenizer": "Make tokenizers.",
 }
-"""A first word that several commands share -> its help."""
+"""Map from a first word that several commands share to its help text."""
 
 LONG = frozenset({"train", "resume", "replay", "agent", "campaign", "quickstart", "advise batch"})
 """Commands that continue after their output is closed. Other commands end when their output is closed, as programs in a pipe do."""
@@ -119,11 +119,11 @@ VERBS = {
     "estimate": "plan",
     "dry-run": "dryrun",
 }
-"""Names of commands in other programs -> the command here."""
+"""Map from commands of other programs to the megalith command that does the same."""
 
 
 class Group(TyperGroup):
-    """The commands. For a command's name in another program, the error names the command here."""
+    """The commands. Shows, for a command's name in another program, an error that names the megalith command."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         word = args[0] if args else ""
@@ -133,7 +133,7 @@ class Group(TyperGroup):
 
 
 class Command(TyperCommand):
-    """A command. For an option that is a key of a run file, the error shows the setting."""
+    """A command. Shows, for an unknown option that is a key of a run file, an error that says how to set this key."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
@@ -148,8 +148,8 @@ class Command(TyperCommand):
 
 
 def _setting(option: str, *, clusters: bool) -> str | None:
-    """Return advice that names the key of a run file for an unknown option such as "--steps"; None if no key matches. `clusters`: the
-    command has --cluster NAME:DEVICES, which gives the number of devices."""
+    """Return advice that names the key of a run file for an unknown option such as "--steps"; None if no key matches. `clusters`:
+    the command has the option --cluster NAME:DEVICES, which also sets the number of devices."""
     from megalith.spec.foreign_names import RANKS, meaning  # specifications take 0.2 s to import
     from megalith.spec.validate import keys_named
 
@@ -186,7 +186,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 def _run(function: Callable[..., int | None], *, long: bool) -> Callable[..., None]:
-    """Return a command that exits with the status its function returns, and prints its errors without a traceback."""
+    """Return a command that exits with the status that its function returns, and that prints errors without a traceback."""
 
     @functools.wraps(function)
     def run(**arguments: Any) -> None:
@@ -201,7 +201,6 @@ def _run(function: Callable[..., int | None], *, long: bool) -> Callable[..., No
 
 
 def _add_commands() -> None:
-    """Add all commands to the program."""
     groups = {name: typer.Typer(help=text, no_args_is_help=True) for name, text in GROUPS.items()}
     for name, group in groups.items():
         app.add_typer(group, name=name)

@@ -1,9 +1,9 @@
 """Separate file names for each owner of a run folder, so that late writes of an earlier owner are never read.
 
-A suspended owner may resume after another has taken its place, and finish a write. So owners that may overlap have different epochs. Files
-of epoch 0 have the plain names, `events.jsonl` and `checkpoints/`; epoch 2 writes `events-2.jsonl` and `checkpoints-2/`. Readers use the
-file of the highest epoch. A new epoch starts from the previous one's content: files are copied, and folders are renamed atomically, so that
-paths which an earlier owner holds become invalid.
+A suspended owner may resume after another process has become the owner, and finish a write. Owners that may overlap in time
+therefore have different epochs. Files of epoch 0 have the plain names, `events.jsonl` and `checkpoints/`; epoch 2 writes
+`events-2.jsonl` and `checkpoints-2/`. Readers use the file of the highest epoch. A new epoch starts with the content of the
+previous epoch. Files are copied. Folders are renamed atomically, so that paths held by an earlier owner become invalid.
 """
 
 import errno
@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 
 VARIABLE = "MEGALITH_EPOCH"
-"""Environment variable that holds the owner's epoch; 0 if it is not set."""
+"""Environment variable with the owner's epoch; if it is not set, the epoch is 0."""
 
 COPIED = ("events.jsonl", "nodes.jsonl", "ranks/fleet.json")
 MOVED = ("checkpoints",)
@@ -26,12 +26,12 @@ def name(file: str, epoch: int) -> str:
 
 
 def newest(run_dir: Path, file: str) -> Path:
-    """Return the path of a file or folder in the newest epoch that has it; if none has it, the path in epoch 0."""
+    """Return the path of a file or folder in the newest epoch that has it. If no epoch has it, return the path in epoch 0."""
     return run_dir / name(file, max(_there(run_dir, file), default=0))
 
 
 def last(run_dir: Path) -> int:
-    """Return the newest epoch of a run folder, judging by its file names."""
+    """Return the newest epoch of a run folder, as its file names show."""
     return max((number for file in (*COPIED, *MOVED) for number in _there(run_dir, file)), default=0)
 
 
@@ -47,7 +47,7 @@ def begin(run_dir: Path, epoch: int) -> None:
 
 
 def _there(run_dir: Path, file: str, *, below: int | None = None) -> list[int]:
-    """Return the epochs (only those less than `below`) that have a file or folder."""
+    """Return the epochs in which a file or folder exists; only those less than `below`, if it is given."""
     path = run_dir / file
     stem, dot, ending = path.name.partition(".")
     pattern = re.compile(rf"{re.escape(stem)}(?:-([1-9]\d*))?{re.escape(dot + ending)}")
@@ -85,6 +85,6 @@ def _move(run_dir: Path, folder: str, epoch: int) -> None:
                 raise
             reason = (
                 f"{error.strerror}: this folder must be renamed to {own.name}, so that its last owner no longer writes there. "
-                f"Mount or move it elsewhere, and put a symbolic link in its place"
+                f"Mount or move this folder elsewhere, and put a symbolic link in its place"
             )
             raise OSError(error.errno, reason, str(old)) from error

@@ -1,13 +1,15 @@
-"""Ranks <-> positions on mesh axes. Pure arithmetic, no torch: the trainer, the checker and the planner place ranks by the same rule.
+"""Conversion between ranks and positions on mesh axes. The trainer, the checker and the planner place ranks by this arithmetic,
+which needs no torch.
 
-There are three views of the ranks. **Work**: the share that a rank computes: its pipeline stages (`pipeline`), samples (`data`), part of a
-sequence (`context`), part of each matrix product (`tensor`). **State**: the part of the dense weights, gradients and moments that it keeps.
-**Experts**: the same for the experts' weights, which have a layout of their own. The work axes go from slowest to fastest varying.
-Neighbouring ranks share the fastest links, and tensor parallelism needs these most; pipeline stages exchange least, so they are furthest
+There are three views of the ranks. **Work**: the part of the computation that a rank does: its pipeline stages (`pipeline`),
+samples (`data`), part of a sequence (`context`), part of each matrix product (`tensor`). **State**: the part of the dense
+weights, gradients and moments that a rank keeps. **Experts**: the part of the experts' weights, gradients and moments that a rank
+keeps; their layout differs from the dense one. In rank order, `pipeline` varies slowest and `tensor` fastest. Neighbouring ranks
+share the fastest links, and tensor parallelism needs fast links most. Pipeline stages communicate least, so they are furthest
 apart.
 
-A bidirectional pipeline (DualPipe) keeps two copies of each stage, on rank p and on its mirror rank P - 1 - p. In the state view, such a
-pair is one place with twice as many data ranks; `side` distinguishes the two ranks.
+A bidirectional pipeline (DualPipe) keeps two copies of each stage, on rank p and on its mirror rank P - 1 - p. In the state view,
+a rank and its mirror are one place with twice as many data ranks; `side` distinguishes the two.
 """
 
 from collections.abc import Mapping
@@ -23,8 +25,8 @@ EXPERTS = ("place", "dp_replicate", "dp_shard", "expert", "expert_tensor")
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of the axes. `sides` is 2 for a bidirectional pipeline. `replicate`: number of whole copies of the state
-    if `sharded`; else each data rank has one."""
+    """Sizes of the axes. `sides` is 2 for a bidirectional pipeline. `replicate`: the number of whole copies of the state if it is
+    `sharded`; if it is not, each data rank has a whole copy."""
 
     pipeline: int = 1
     data: int = 1
@@ -38,7 +40,7 @@ class Mesh:
 
     @classmethod
     def of(cls, plan: Plan) -> "Mesh":
-        """The mesh a plan asks for."""
+        """Return the mesh that a plan describes."""
         return cls(
             plan.pipeline, plan.data, plan.context, plan.tensor, plan.expert, plan.expert_tensor, plan.sides, plan.replicate, plan.zero > 0
         )  # fmt: skip
@@ -68,8 +70,8 @@ class Mesh:
 
     @property
     def replica_shift(self) -> int:
-        """Distance, in data ranks, to the next rank with the same parts of weights and experts; 0 if there is none. Data ranks that divide
-        experts among them belong to one replica."""
+        """The distance, in data ranks, to the next rank that has the same parts of weights and experts; 0 if there is no such
+        rank. Data ranks that divide the experts among them count as one replica."""
         line = self.expert * self.expert_tensor
         shift = line // gcd(line, self.context * self.tensor)
         return shift if self.data % shift == 0 and shift < self.data else 0
@@ -80,11 +82,11 @@ class Mesh:
         return _places(rank, WORK, self.work)
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
-        """The rank at work `coordinates` (axes not named are 0)."""
+        """Return the rank with these `coordinates` on the WORK axes; axes that are not named are 0."""
         return _number(coordinates, WORK, self.work)
 
     def place(self, rank: int) -> int:
-        """The pipeline place of a rank; ranks with the same place hold the same stages."""
+        """Return the pipeline place of a rank. Ranks with the same place hold the same stages."""
         return self._place(self.coordinates(rank)["pipeline"])[0]
 
     def state_coordinates(self, rank: int) -> dict[str, int]:
@@ -98,8 +100,8 @@ class Mesh:
         return dict(zip(STATE, (place, *divmod(holder, dp_shard), here["tensor"]), strict=True))
 
     def expert_coordinates(self, rank: int) -> dict[str, int]:
-        """Return the index of `rank` on each EXPERTS axis; these determine its part of the experts' state. Ranks of one expert-parallel
-        group are consecutive in the work order, on one pipeline rank."""
+        """Return the index of `rank` on each EXPERTS axis; these determine its part of the experts' state. The ranks of one
+        expert-parallel group are consecutive in the work order, and have the same pipeline rank."""
         here = self.coordinates(rank)
         place, side = self._place(here["pipeline"])
         _, _, dp_shard, expert, expert_tensor = self.experts
@@ -109,7 +111,7 @@ class Mesh:
         return dict(zip(EXPERTS, (place, *divmod(holder, dp_shard), owner, part), strict=True))
 
     def _place(self, pipeline: int) -> tuple[int, int]:
-        """Place and side of a pipeline rank. Side 1 has the place of the rank that it mirrors."""
+        """Return the place and the side of a pipeline rank. A rank on side 1 has the place of the rank that it mirrors."""
         if self.sides == 1 or pipeline < self.pipeline // 2:
             return pipeline, 0
         return self.pipeline - 1 - pipeline, 1

@@ -1,6 +1,7 @@
-"""A user's own parts: objects that a run file names as `module:object`. They are imported only by a command that is given this run file.
+"""A user's own parts: objects that a run file names as `module:object`. Own parts are imported only by a command to which this
+run file is given.
 
-Code that only opens a checkpoint, a run folder or an exported model never calls `load`, whatever objects its files name.
+Code that only opens a checkpoint, a run folder or an exported model never calls `load`, whatever objects these files name.
 """
 
 import hashlib
@@ -12,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-"""The form of a name: a module, a colon, an object in it."""
+"""The form of an own part's name: a module, a colon, and an object in the module."""
 
 
 class OwnPartError(ValueError):
@@ -25,7 +26,7 @@ def is_own(name: str) -> bool:
 
 
 def load(name: str) -> object:
-    """Import a part. The module is searched for on Python's path, and then in the current directory.
+    """Import a part. The module is searched for first on Python's path, and then in the current directory.
 
     Any exception during the import becomes an OwnPartError with the reason.
     """
@@ -43,9 +44,10 @@ def load(name: str) -> object:
 
 
 def digest(name: str) -> str:
-    """Return the sha256 of the source that a part comes from: its module, or every Python file of the package that holds the module.
+    """Return the sha256 of a part's source code: that of its module or, if the module is in a package, of every Python file of
+    the package.
 
-    Raises OwnPartError for a module without a source file. Imports only the parent packages of the module.
+    Raises OwnPartError for a module without a source file. This function imports only the parent packages of the module.
     """
     module = name.partition(":")[0]
     _look_here()
@@ -68,7 +70,6 @@ def digests(named: Mapping[str, str]) -> dict[str, str]:
 
 
 def _look_here() -> None:
-    """Append the current directory to Python's module search path."""
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class AlteredError(ValueError):
-    """A sealed file has changed."""
+    """A sealed file has changed since the command began."""
 
 
 def digest(content: bytes) -> str:
@@ -21,20 +21,20 @@ def seal(paths: Iterable[Path]) -> dict[str, str]:
 
 
 def read(path: Path, sealed: Mapping[str, str]) -> bytes:
-    """Return the content of a file. Raises AlteredError if it is sealed and has changed, OSError if it cannot be read."""
+    """Return the content of a file. Raises AlteredError if the file is sealed and has changed, OSError if it cannot be read."""
     content = path.read_bytes()
     before, now = sealed.get(str(path.resolve())), digest(content)
     if before not in (None, now):
         raise AlteredError(
             f"{path} was changed while this run was in progress: its sha256 was {before[:12]}... when the command began, and is now "
-            f"{now[:12]}... No rank is started with it. Start the command again, with the file restored or as it is now"
+            f"{now[:12]}... No rank is started with the new content. Restore the file or leave it as it is now, and start the command again"
         )
     return content
 
 
 @contextlib.contextmanager
 def unchanged(sealed: Mapping[str, str]) -> Iterator[None]:
-    """Check sealed files before and after the block, in which they can be read. Raises as `check` does."""
+    """Check sealed files before and after the block, so that the block reads unchanged files. Raises as `check` does."""
     check(sealed)
     yield
     check(sealed)

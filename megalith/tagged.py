@@ -8,7 +8,7 @@ from pydantic import TypeAdapter
 
 
 class Tagged(Protocol):
-    """A class with a tag. A class with an empty tag is only a base class."""
+    """A dataclass with a tag. A class with an empty tag is only a base class."""
 
     kind: ClassVar[str]
 
@@ -19,8 +19,8 @@ Value = TypeVar("Value", bound=Tagged)
 class Family(Generic[Value]):
     """The tagged subclasses of `bases` that are defined when the family is created. `classes` maps each tag to its class.
 
-    A record stores the tag under `key`, as entry number `place` of the dict (None: as the last entry). Raises ValueError if two classes
-    share a tag.
+    In a record, the tag is stored under `key`, as entry number `place` of the dict (None: as the last entry). Raises ValueError
+    if two classes share a tag.
     """
 
     def __init__(self, *bases: type[Value], key: str = "kind", place: int | None = None) -> None:
@@ -34,8 +34,8 @@ class Family(Generic[Value]):
                 raise ValueError(f"{other.__name__} and {one.__name__} both have the tag {one.kind!r}: rename one of them")
 
     def load(self, record: Mapping[str, Any]) -> Value:
-        """Return the value that a record holds. Raises ValueError for an unknown tag, and pydantic's ValidationError (also a ValueError)
-        for fields that do not fit the class."""
+        """Return the value that a record represents. Raises ValueError for an unknown tag, and pydantic's ValidationError (also a
+        ValueError) for fields that do not fit the class."""
         tag = record.get(self._key) if isinstance(record, Mapping) else None
         if not isinstance(tag, str) or tag not in self.classes:
             raise ValueError(f"{self._key} = {tag!r} is unknown: it must be one of {', '.join(self.classes)}")

@@ -1,1 +1,2 @@
-"""A run's state on disk: saved under any plan, loaded under any other, bitwise equal, without executing code from a file."""
+"""A run's state on disk. State saved under one plan loads bitwise equal under any other, and loading executes no code from a
+file."""

@@ -1,4 +1,5 @@
-"""Files of one rank's state in its node's memory, used in turn, with their content as torch tensors."""
+"""The buffers for copies of one rank's state: files in its node's memory, with their content as torch tensors. Each new copy goes
+to the next free buffer."""
 
 import contextlib
 from collections.abc import Iterable, Sequence
@@ -15,7 +16,7 @@ from megalith.fleet.tiers.copies import GOOD, PAGE, Buffer, Entry, Label, Layout
 
 @dataclass
 class Buffers:
-    """Files of one rank's state, used in turn. `busy`: buffers that are still being read."""
+    """Buffers for copies of one rank's state, one file each. `busy`: buffers that are still being read."""
 
     files: list[Buffer]
     views: list[dict[str, Tensor]]
@@ -25,7 +26,7 @@ class Buffers:
 
     @classmethod
     def create(cls, folder: Path, whose: Whose, rank: int, *, key: Key, count: int, layout: bytes) -> "Buffers":
-        """`layout`: the encoded layout, to be written into each file."""
+        """`layout`: the encoded layout of the copies; the caller writes it into each file."""
         read = Layout.load(layout)
         size = len(layout) + read.payload
         files = [Buffer.create(folder / file_name(whose, rank, number), size, key=key) for number in range(count)]
@@ -33,8 +34,8 @@ class Buffers:
         return cls(files, [views(body[len(layout) :], read.entries) for body in bodies], bodies, len(layout), read.entries)
 
     def make_anew(self) -> int:
-        """Recreate each removed file with its content, and return the number of such files. A file without room stays removed, and the
-        next call tries again."""
+        """Recreate each removed file with its content, and return the number of such files. If there is no room for a file, it
+        stays removed until the next call tries again."""
         made = 0
         for number, old in enumerate(self.files):
             if not old.is_removed():
@@ -51,12 +52,12 @@ class Buffers:
         return made
 
     def find(self, step: int) -> int | None:
-        """Return the buffer that holds a step, or None."""
+        """Return the number of the buffer with the copy of `step`, or None."""
         return next((i for i, file in enumerate(self.files) if (label := file.label) and label.step == step), None)
 
     def next(self, *, busy: Iterable[int] = ()) -> int:
-        """Return the buffer to write next: an empty one, else the oldest that is not pinned. From now on this buffer counts as
-        empty."""
+        """Return the number of the buffer for the next copy, and mark this buffer as empty: a buffer without a copy, else the
+        unpinned one with the oldest copy."""
         free = [i for i, file in enumerate(self.files) if i not in busy and not file.pinned]
         steps = {i: label.step if (label := self.files[i].label) else -1 for i in free}
         chosen = min(free, key=lambda i: (steps[i], i))
@@ -72,7 +73,7 @@ class Buffers:
                 file.strike_out()
 
     def keep(self, number: int, *, most: int) -> None:
-        """Pin a copy as GOOD. If more than `most` copies are, unpin the oldest."""
+        """Pin a copy as GOOD. If more than `most` copies are pinned as GOOD, unpin the oldest of them."""
         self.files[number].pin(True, mark=GOOD)
         good = sorted((label.step, i) for i, file in enumerate(self.files) if file.marks & GOOD and (label := file.label))
         for _, other in good[:-most]:
@@ -86,7 +87,7 @@ class Buffers:
 
 
 def views(payload: Tensor, entries: Sequence[Entry]) -> dict[str, Tensor]:
-    """The tensors of a payload (uint8), sharing its memory."""
+    """Return the tensors of `payload` (uint8) by name. They share its memory."""
     return {e.name: payload[e.offset : e.offset + e.size].view(TORCH_DTYPES[e.dtype]).view(e.shape) for e in entries if e.size}
 
 
@@ -95,7 +96,7 @@ def _body(file: Buffer) -> Tensor:
 
 
 def write_layout(file: Buffer, text: bytes) -> None:
-    """Write the layout, once for each file, because all copies in a file have the same layout."""
+    """Write the layout into a file unless the file already has it: all copies in one file have the same layout."""
     if file.memory[PAGE : PAGE + len(text)] != text:
         file.strike_out()
         file.memory[PAGE : PAGE + len(text)] = text

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SaveResult:
-    """A committed checkpoint. `bytes`: the bytes of all ranks; `wait_seconds`: how long the save blocked the caller."""
+    """A committed checkpoint. `bytes`: the total that all ranks wrote; `wait_seconds`: how long the save blocked the caller."""
 
     step: int
     path: Path
@@ -64,11 +64,11 @@ class _Job:
 
 
 class Checkpointer:
-    """Saves to and loads from `folder`. All ranks make a Checkpointer together and call its methods in the same order. `group`: a gloo
-    group for its messages that no other code uses, because an asynchronous save communicates in parallel with training. None: a new
-    group of all ranks if torch.distributed is initialised, else this process alone. `warn`: called on the first rank with warnings for
-    the user (a damaged checkpoint, an old one that cannot be removed). `existed`: the parent folder is known to have existed. If it is
-    missing now, it counts as temporarily unavailable.
+    """Saves to and loads from `folder`. All ranks make a Checkpointer together and call its methods in the same order. `group`: a
+    gloo group for its messages that no other code uses, because an asynchronous save communicates in parallel with training.
+    `group=None`: a new group of all ranks if torch.distributed is initialised, else this process alone. `warn`: called on the
+    first rank with warnings for the user (a damaged checkpoint, an old one that cannot be removed). `existed`: the parent of
+    `folder` has existed before. If that parent is missing now, checkpoints count as temporarily unavailable.
     """
 
     def __init__(
@@ -110,11 +110,12 @@ class Checkpointer:
     ) -> None:
         """Save this rank's part of the state, and `meta` (JSON, the same on all ranks), as the checkpoint of `step`.
 
-        A failed save raises no error: `poll` or `wait` return the outcome. Returns when the tensors may change again: once they are
-        copied if `asynchronous`, else when the checkpoint is committed. First waits for a save in progress. Shares on disk are not
-        copied to memory: their files stay unchanged, and are linked or copied. If the disk has no room for files to replace them, the
-        save is not asynchronous. `check` is called once the state is copied (if not `asynchronous`: before the state is read), and
-        raises if the state must not be saved. Then this step gets no checkpoint, because a checkpoint needs the files of all ranks.
+        A failed save raises no error; `poll` or `wait` return its outcome. Returns when the tensors may change again: once they
+        are copied if `asynchronous`, else when the checkpoint is committed. First waits for a save in progress. Shares on disk
+        are not copied to memory: the checkpoint links or copies their files, and later updates write to new files. If the disk
+        has no room for new files, the save is not asynchronous. `check` is called once the state is copied (if not
+        `asynchronous`: before the state is read). An exception from `check` means that the state must not be saved: a checkpoint
+        needs the files of all ranks, so this step then gets none.
         """
         job = _Job(step, began=time.monotonic())
         self._join()
@@ -136,7 +137,8 @@ class Checkpointer:
         job.wait_seconds = time.monotonic() - job.began
 
     def poll(self) -> list[Outcome]:
-        """Return the outcomes of saves that ended since the last call. Does not wait; ranks may see an end at different steps."""
+        """Return the outcomes of saves that ended since the last call. This method does not wait, and ranks may learn of the same
+        save's end at different steps."""
         if self._job and (self._job.thread is None or not self._job.thread.is_alive()):
             self._join()
         outcomes, self._outcomes = self._outcomes, []
@@ -199,8 +201,8 @@ class Checkpointer:
             raise
 
     def _may_hold_any(self) -> bool:
-        """True if there may be a committed checkpoint. An unreadable folder may hold one; in that case, loading reports the error on
-        all ranks."""
+        """True if there may be a committed checkpoint. An unreadable folder may hold a checkpoint, so the result is True, and
+        loading then reports the error on all ranks."""
         try:
             return bool(files.committed(self.folder))
         except OSError:
@@ -209,8 +211,8 @@ class Checkpointer:
     # --- one save -----------------------------------------------------------------------------------------------------------
 
     def _claim(self, state: Mapping[str, Tensor | OffDeviceShare]) -> dict[str, Share]:
-        """Return the shares that this rank must write. Replicas are written once; ranks choose the writers when they first see a
-        layout."""
+        """Return the shares that this rank must write. Of several replicas only one is written; the ranks choose the writers when
+        they first see a layout."""
         refused, found = None, {}
         try:
             found = shares(state)
@@ -227,8 +229,8 @@ class Checkpointer:
         return {key: share for key, share in found.items() if share.held.place in self._mine}
 
     def _prepare(self, job: _Job, mine: dict[str, Share], meta: Mapping[str, Any], *, copy: bool) -> Callable[[], None]:
-        """Return the rest of a save, which may run in a thread. It has further collectives, so a rank with an error continues, and
-        reports it in them."""
+        """Return the rest of a save, which may run in a thread. The returned function contains collectives, so a rank with an
+        error must call it too, and reports the error in these collectives."""
         error = None
         try:
             meta = json.loads(json.dumps(dict(meta), allow_nan=False))
@@ -248,7 +250,8 @@ class Checkpointer:
         return work
 
     def _failed(self, error: BaseException) -> WrittenFile:
-        """Turn an error into a result. A failed transport raises RuntimeError; all ranks already know every other error."""
+        """Return an error as the result of a save. RuntimeError means that communication failed; every other error is already
+        known to all ranks."""
         return WrittenFile(
             error=describe_error(error), peer_lost=self._ranks.group is not None and isinstance(error, RuntimeError)
         )
@@ -285,7 +288,6 @@ class Checkpointer:
 
 
 def _assign(answers: list[tuple[str | None, tuple[HeldShare, ...]]]) -> list[tuple[set[Place], list[str]]]:
-    """Return the boxes that each rank writes, and the reasons why the ranks cannot save."""
     refused = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text]
     if refused:
         return [(set(), refused)] * len(answers)

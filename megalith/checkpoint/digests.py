@@ -1,4 +1,5 @@
-"""Digests of a checkpoint's files: sha256, or sums of 64-bit words, which are as fast as reading memory. Needs no torch."""
+"""Digests of a checkpoint's files: sha256, or the sum of the file's 64-bit words, which is computed as fast as memory is read.
+Needs no torch."""
 
 import hashlib
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ READ = 4 << 20
 
 @dataclass(frozen=True)
 class FileDigest:
-    """Size and digest of a file: its sha256, or the sum of its words for a linked file, which is not read during the save."""
+    """Size of a file, and its sha256; for a linked file, which the save does not read, the sum of its 64-bit words instead."""
 
     bytes: int
     sha256: str = ""
@@ -34,7 +35,7 @@ class FileDigest:
 
 
 def words_of(octets: "Octets") -> int:
-    """Return the sum of the words modulo 2^64, with an incomplete last word padded with zeros."""
+    """Return the sum of the bytes' 64-bit words modulo 2^64, with an incomplete last word padded with zeros."""
     import numpy as np  # takes long to import; it starts no threads, and lets others run
 
     whole = len(octets) // 8 * 8

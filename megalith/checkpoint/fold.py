@@ -1,5 +1,5 @@
-"""Fold the multipliers of a parametrization into the weights, for software without such multipliers. The model computes the same
-function."""
+"""Fold a parametrization's multipliers into the weights, for other software, which has no such multipliers. The folded model
+computes the same function as the original."""
 
 from collections.abc import Callable, Mapping
 
@@ -15,8 +15,9 @@ Factor = Callable[[Tensor], Tensor]
 def folded(spec: Model, weights: Mapping[str, Tensor]) -> tuple[Model, Mapping[str, Tensor]]:
     """Return a spec in the standard parametrization, and weights with which it computes the same function as `spec` with `weights`.
 
-    The logit factor is folded into the final norm; the factor of each half of a block into that half's last matrix (or norm); the
-    factor of attention scores into the queries. In fp32, a factor that is not a power of two rounds each weight once.
+    Three factors are folded: the logit factor into the final norm, the factor of each half of a block into that half's last
+    matrix (or norm), and the factor of attention scores into the queries. In fp32, a factor that is not a power of two rounds
+    each weight once.
     """
     if spec.parametrization == "standard":
         return spec, weights
@@ -26,7 +27,6 @@ def folded(spec: Model, weights: Mapping[str, Tensor]) -> tuple[Model, Mapping[s
 
 
 def _factors(model: ModelSpec, plain: ModelSpec) -> dict[str, Factor]:
-    """Return the conversion of each changed weight, by name of the weight."""
     found = _of_norm("head.norm", model.head.norm, model.head.scale / plain.head.scale)
     for number, (block, usual) in enumerate(zip(model.blocks, plain.blocks, strict=True)):
         for name, factor in _of_block(block, usual).items():

@@ -42,7 +42,8 @@ class DamagedCheckpointError(ValueError):
 
 
 class AwayError(OSError):
-    """A checkpoint is temporarily unreadable. It may be intact, so the run must neither use an earlier one nor start over."""
+    """A checkpoint is temporarily unreadable. This checkpoint may be intact, so the run must neither use an earlier one nor start
+    over."""
 
     exit_code = ExitCode.LOST
 
@@ -56,8 +57,8 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor: its offset, its sizes, and the file that holds it. A file holds it under the tensor's own name; a linked file,
-    in pieces."""
+    """A box of a tensor: its offset, its sizes, and the file that holds it. In an ordinary file the box is one tensor under the
+    tensor's own name; in a linked file it is divided into pieces."""
 
     offset: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -79,8 +80,8 @@ Index = dict[str, Entry]
 
 @dataclass(frozen=True)
 class Manifest:
-    """The files of a checkpoint. `order` counts commits, so that a rewound run resumes from a checkpoint that was saved after the
-    rewind, not from one of a later step that was saved before."""
+    """The files of a checkpoint. `order` counts commits. After a rewind, a run therefore resumes from a checkpoint saved since
+    the rewind, even if an older checkpoint is of a later step."""
 
     step: int
     order: int
@@ -144,7 +145,8 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def read_index(path: Path, manifest: Manifest) -> Index:
-    """Return every tensor of the checkpoint. Raises DamagedCheckpointError if the index has another digest than the manifest states."""
+    """Return the shape, dtype and chunks of every tensor of the checkpoint. Raises DamagedCheckpointError if the index has
+    another digest than the manifest states."""
     if problem := check_file(path, INDEX, manifest.files.get(INDEX)):
         raise DamagedCheckpointError(problem)
     tensors = json.loads((path / INDEX).read_bytes())["tensors"]
@@ -247,7 +249,8 @@ def _order(path: Path) -> tuple[float, str]:
 
 
 def latest(folder: Path) -> Path | None:
-    """Return the last committed checkpoint in `folder` with a readable manifest, or None. Its files are not verified."""
+    """Return the last committed checkpoint in `folder` with a readable manifest, or None. The checkpoint's files are not
+    verified."""
     return next((path for path in committed(folder) if _order(path)[0] != float("inf")), None)
 
 
@@ -282,8 +285,8 @@ def find(path: Path, *, warn: Callable[[str], None] = lambda message: None) -> P
 
 
 def find_complete(path: Path) -> tuple[Path, Manifest]:
-    """Return the newest checkpoint at `path` (see `locate`) whose files all have the right lengths, and its manifest. Files are not
-    read. Raises FileNotFoundError if there is no checkpoint, DamagedCheckpointError if none is complete.
+    """Return the newest checkpoint at `path` (see `locate`) whose files all have the right lengths, and its manifest. The files'
+    content is not read. Raises FileNotFoundError if there is no checkpoint, DamagedCheckpointError if none is complete.
     """
     damaged: list[str] = []
     for candidate in locate(path):
@@ -304,7 +307,7 @@ def nothing_text(path: Path) -> str:
     """Return the message that there is no checkpoint."""
     absent = f" does not exist, so there is no checkpoint here (relative paths start at {Path.cwd()})"
     if (path / "config.json").is_file():
-        return f"{path}: not a checkpoint, but a model in transformers' format. Convert it: megalith import {path} --out FOLDER"
+        return f"{path}: not a checkpoint, but a model in transformers' format. Convert this model: megalith import {path} --out FOLDER"
     reason = ": no checkpoint here" if path.exists() else absent
     return f"{path}{reason}. Give a checkpoint (step-...), the folder it is in, or a run folder."
 
@@ -317,7 +320,7 @@ def damaged_text(path: Path, problems: list[str]) -> str:
 def away_text(path: Path, why: str) -> str:
     """Return the message about a checkpoint that is temporarily unreadable."""
     return (
-        f"checkpoint {path} cannot be read: {why}. It may be intact: start again once its file system answers, or move it "
+        f"checkpoint {path} cannot be read: {why}. This checkpoint may be intact: start again once its file system answers, or move it "
         "away to resume from the previous checkpoint"
     )
 
@@ -357,7 +360,8 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 
 def commit(written: Path, step: int) -> Path:
-    """Rename the fully written folder `written` to its final name, which commits it. It replaces a checkpoint of the same step."""
+    """Rename the fully written folder `written` to its final name, which commits it. An existing checkpoint of the same step is
+    replaced."""
     final = written.parent / name(step)
     _sync(written)
     aside = written.parent / temporary(step)
@@ -400,8 +404,8 @@ def prune(folder: Path, *, keep: int) -> list[str]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint unless another process reads it. First rename it, so that a partly removed checkpoint does not look
-    complete."""
+    """Remove a checkpoint unless another process reads it. The checkpoint is first renamed, so that a partly removed one does not
+    look complete."""
     manifest = path / MANIFEST
     with contextlib.ExitStack() as stack:
         if manifest.exists():
@@ -426,7 +430,6 @@ def _write(path: Path, content: bytes) -> FileDigest:
 
 
 def _sync(folder: Path) -> None:
-    """Sync the names in `folder` to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,6 +1,6 @@
-"""Import and export of Hugging Face transformers' folders: weights under their names or ours, their configuration or our spec.
-`foreign/` has the differences between families. Rotary positions pair channel i with i + head_dim / 2 in both, so weights need no
-permutation. Only safetensors files are read and written: a pickled `.bin` could execute code.
+"""Import and export of model folders in the format of Hugging Face transformers: weights and configuration are converted to
+Megalith's names and spec, and back. `foreign/` describes how each model family differs. Both formats pair rotary channel i with i
++ head_dim / 2, so weights need no permutation. Only safetensors files are read and written: a pickled `.bin` could execute code.
 """
 
 import contextlib
@@ -47,23 +47,26 @@ WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 BEGINS = ("<|begin_of_text|>", "<s>", "<bos>", "<|begin▁of▁sentence|>", "[BOS]")
 
-AGAIN = "Copy or download it again, or write the folder again with transformers' save_pretrained."
+AGAIN = "Copy or download this file again, or write its folder again with transformers' save_pretrained."
 OUTPUT = "lm_head.weight"  # outside their prefix, and not a tensor of its own when the model is tied
 
 
 def _foreign(spec: Model) -> Foreign:
-    """Return a spec's family. Raises ValueError if transformers lacks the family, or the model has a user's own parts."""
+    """Return the conversion of a spec's family. Raises ValueError if transformers lacks the family, or the model has a user's own
+    parts."""
     if mine := named_by(spec):
         raise ValueError(f"cannot export: transformers has no class for a model with own parts ({', '.join(mine.values())})")
     if spec.family not in BY_FAMILY:
         known = ", ".join(BY_FAMILY)
-        raise ValueError(f"cannot export: transformers has no class for the family {spec.family!r}; for {known} it has one")
+        raise ValueError(
+            f"cannot export: transformers has no class for the family {spec.family!r}; transformers has classes for {known}"
+        )
     return BY_FAMILY[spec.family]
 
 
 def shapes(spec: Model) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of `spec` by our name, from the modules (built without memory): all parameters, and the buffers
-    that transformers has too. Raises ValueError for a model with a user's own parts."""
+    """Return the shape of every tensor of `spec` by Megalith's name, from modules built on the meta device: all parameters, and
+    the buffers that transformers stores too. Raises ValueError for a model with a user's own parts."""
     if named_by(spec):
         _foreign(spec)
     return {name: tuple(tensor.shape) for name, tensor in _meta(spec).items()}
@@ -78,13 +81,12 @@ def _meta(spec: Model) -> dict[str, Tensor]:
 
 
 def _stage(spec: Model) -> Stage:
-    """Build the whole model without memory."""
     with torch.device("meta"):
         return Stage(spec.build())
 
 
 def to_theirs(spec: Model, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert our weights to their names and layout (as views where possible)."""
+    """Convert Megalith's weights to transformers' names and layout (as views where possible)."""
     return convert_to_theirs(_foreign(spec).pieces(spec), weights)
 
 
@@ -102,10 +104,11 @@ def export(
 ) -> list[Path]:
     """Write a folder that transformers (4.46 and later) loads, and return the files written.
 
-    `weights` maps our parameter names to whole tensors, which are written as `dtype`, except for tensors that transformers keeps in
-    fp32. `tokenizer` is copied too, and defines the end-of-text token. Weights beyond `file_bytes` go to further files. Raises
-    ValueError for a family that transformers does not have, and, with their names, for weights that are missing, unknown or of another
-    shape; FileExistsError if `out` has files; OSError, which names `out`, if that folder cannot be made.
+    `weights` maps Megalith's parameter names to whole tensors. Tensors are written as `dtype`, except for those that transformers
+    keeps in fp32. `tokenizer` is written to the folder too, and defines the end-of-text token. Each weight file has at most
+    `file_bytes`; the other weights go to further files. Raises ValueError for a family that transformers lacks, and for weights
+    that are missing, unknown or of another shape (the message names them); FileExistsError if `out` has files; OSError, which
+    names `out`, if that folder cannot be made.
     """
     spec, weights = folded(spec, weights)
     foreign = _foreign(spec)
@@ -114,7 +117,7 @@ def export(
     if problems:
         raise ValueError("cannot export:\n  " + "\n  ".join(problems))
     if out.exists() and any(out.iterdir()):
-        raise FileExistsError(f"{out} already holds files. Give a new folder, or remove it first.")
+        raise FileExistsError(f"{out} already holds files. Give a new folder, or remove this one first.")
     disk.make_folder(out)
     theirs = to_theirs(spec, weights)
     written = _write_weights(theirs, out, {name: foreign.written_as(name, dtype) for name in theirs}, file_bytes)
@@ -171,7 +174,6 @@ def configuration(spec: Model, *, ids: Mapping[str, int] | None = None, dtype: t
 
 
 def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[str, int]]:
-    """Return the token that ends a text and, if the tokenizer has a common one, the token that begins a text, with their ids."""
     begins = next(((token, number) for token in BEGINS if (number := tokenizer.id_of(token)) is not None), None)
     return ({"bos": begins} if begins else {}) | {"eos": (tokenizer.end_of_text_token, tokenizer.end_of_text)}
 
@@ -180,7 +182,7 @@ def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[str, int]]:
 
 
 def read_config(folder: Path) -> Model:
-    """Read the spec of the model in `folder`. Raises ForeignModelError with every setting that cannot be represented here."""
+    """Read the spec of the model in `folder`. Raises ForeignModelError with every setting that Megalith cannot represent."""
     try:
         config = _json_object(folder / CONFIG)
     except FileNotFoundError as error:
@@ -207,9 +209,9 @@ def _json_object(path: Path) -> Json:
 
 
 def read_weights(folder: Path, spec: Model | None = None) -> dict[str, Tensor]:
-    """Return every weight of the model in `folder` under our names; those with our layout are memory-mapped, so they are read only when
-    used. `spec`: default is `read_config(folder)`. Raises ForeignModelError for pickled weights, and, with their names, for weights
-    that are missing, unknown or of another shape.
+    """Return every weight of the model in `folder` under Megalith's names. Weights with the same layout in both formats are
+    memory-mapped, so they are read only when used. `spec`: default is `read_config(folder)`. Raises ForeignModelError for pickled
+    weights, and for weights that are missing, unknown or of another shape (the message names them).
     """
     spec = spec or read_config(folder)
     foreign = _foreign(spec)
@@ -223,7 +225,7 @@ def read_weights(folder: Path, spec: Model | None = None) -> dict[str, Tensor]:
         output = kept.pop(OUTPUT)
         if not _equal(kept.setdefault(embedding, output), output):
             different.append(
-                f"{OUTPUT} is not the same as {embedding}, with tie_word_embeddings = true. transformers keeps the two apart; to import "
+                f"{OUTPUT} is not the same as {embedding}, with tie_word_embeddings = true. transformers then has two tensors; to import "
                 f'both, write "tie_word_embeddings": false in {CONFIG}'
             )
     try:
@@ -240,8 +242,8 @@ def read_weights(folder: Path, spec: Model | None = None) -> dict[str, Tensor]:
 
 
 def _stored(folder: Path) -> dict[str, Tensor]:
-    """Return every tensor in the folder's files. Raises ForeignModelError, with the names, for an unreadable file, or two files with
-    the same tensor."""
+    """Return every tensor in the folder's files. Raises ForeignModelError for unreadable files, or if two files hold the same
+    tensor; the message names the files."""
     found: dict[str, Tensor] = {}
     where: dict[str, Path] = {}
     for path in _weight_files(folder):
@@ -251,7 +253,7 @@ def _stored(folder: Path) -> dict[str, Tensor]:
         except (SafetensorError, OSError) as error:
             size = f"{path.stat().st_size:,} bytes" if path.exists() else "not there"
             raise ForeignModelError(f"{path} ({size}) cannot be read as safetensors: {error}. {AGAIN}") from error
-        twice = [f"{name} is in {where[name]} too" for name in tensors if name in where]
+        twice = [f"{name} is also in {where[name]}" for name in tensors if name in where]
         if twice:
             raise ForeignModelError(f"{path} holds tensors that another file has: {'; '.join(twice)}. Keep one of each.")
         found |= tensors
@@ -260,9 +262,8 @@ def _stored(folder: Path) -> dict[str, Tensor]:
 
 
 def _different(pieces: Iterable[Piece], found: Mapping[str, Tensor]) -> list[str]:
-    """Return every tensor that duplicates one of ours, but holds other numbers."""
     return [
-        f"{copy} differs from {first}, but here a model has one tensor for both"
+        f"{copy} differs from {first}, but Megalith has one tensor for both"
         for first, *copies in (piece.theirs for piece in pieces if piece.copied)
         for copy in copies
         if first in found and copy in found and not _equal(found[first], found[copy])
@@ -274,7 +275,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the single weight file if it exists, as transformers prefers it too; else the files that the index names."""
+    """Return the single weight file if it exists, because transformers prefers it too; else the files that the index names."""
     if (folder / WEIGHTS).exists():
         return [folder / WEIGHTS]
     index = folder / WEIGHTS_INDEX
@@ -290,8 +291,8 @@ def _weight_files(folder: Path) -> list[Path]:
     pickled = sorted(path.name for path in folder.glob("*.bin"))
     if pickled:
         raise ForeignModelError(
-            f"{folder} holds pickled weights ({', '.join(pickled)}), which can execute code when they are read. If you trust "
-            "them, convert them with transformers: "
+            f"{folder} holds pickled weights ({', '.join(pickled)}), which can execute code when they are read. If you trust this "
+            "folder, convert it with transformers: "
             "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(another, safe_serialization=True)"
         )
     raise ForeignModelError(f"{folder} has neither {WEIGHTS} nor {WEIGHTS_INDEX}")
@@ -304,13 +305,14 @@ class ImportResult:
     path: Path
     spec: Model
     left_out: str
-    """Return the optional parts that config.json counts but whose weights are not in the folder; "" if there are none."""
+    """The optional parts of the model that config.json counts but whose weights are not in the folder, as text; "" if there are
+    none."""
 
 
 def import_(folder: Path, out: Path) -> ImportResult:
-    """Make a checkpoint of the model in `folder` at `out/checkpoints/step-00000000`: step 0, weights only, with the spec in its meta. A
-    tokenizer is copied too. Other training state, such as routers' loads, is zero, as at a first step. Raises ForeignModelError,
-    FileExistsError if `out` already has checkpoints, and OSError if it cannot be written.
+    """Make a checkpoint of the model in `folder` at `out/checkpoints/step-00000000`: step 0, weights only, with the spec in its
+    meta. The folder's tokenizer is copied too. All other training state, such as the experts' loads, is zero, as at a first step.
+    Raises ForeignModelError, FileExistsError if `out` already has checkpoints, and OSError if the checkpoint cannot be written.
     """
     spec, left_out = read_model(folder)
     weights = read_weights(folder, spec)
@@ -330,8 +332,8 @@ def import_(folder: Path, out: Path) -> ImportResult:
 
 
 def read_model(folder: Path) -> tuple[Model, str]:
-    """Return the spec of the model whose weights are in `folder`, and the optional parts that config.json counts but `folder` lacks; ""
-    if none."""
+    """Return the spec of the model whose weights are in `folder`, and as text the optional parts that config.json counts but
+    `folder` lacks ("" if none)."""
     counted = read_config(folder)
     spec = _foreign(counted).without_missing(counted, _names(folder))
     fewer = spec != counted
@@ -342,7 +344,8 @@ def read_model(folder: Path) -> tuple[Model, str]:
 
 
 def _names(folder: Path) -> set[str]:
-    """Return the names of all tensors in the folder's files; an unreadable file adds none, because a later reader reports it."""
+    """Return the names of all tensors in the folder's files. An unreadable file contributes no names, because a later reader
+    reports the file."""
     found: set[str] = set()
     for path in _weight_files(folder):
         with contextlib.suppress(SafetensorError, OSError), safe_open(path, framework="pt") as content:
@@ -351,7 +354,6 @@ def _names(folder: Path) -> set[str]:
 
 
 def _compare(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Return a problem for every weight that is missing, unknown, or of another shape."""
     problems = [f"{name} is missing" for name in wanted if name not in found]
     problems += [f"{name} is not a weight of this model" for name in found if name not in wanted]
     problems += [

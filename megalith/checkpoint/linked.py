@@ -1,4 +1,4 @@
-"""Checkpoints of state that already is in a file: the file is linked under a second name instead of copied."""
+"""Checkpoints of state that is already in a file: the checkpoint holds a hard link to the file instead of a copy."""
 
 import contextlib
 from collections.abc import Mapping
@@ -11,12 +11,14 @@ from megalith.checkpoint.folder import FileDigest, Piece
 from megalith.checkpoint.shares import ImmutableFile, StreamedShare
 
 MINIMUM = 0.75
-"""The least part of a file that a checkpoint must use to link it. If data ranks hold the same state, each saves a part of its own file,
-and a copy of it takes less room than a link to the whole file."""
+"""The smallest fraction of a file that a checkpoint must use to link the file instead of copying from it. If several data ranks
+hold the same state, each rank saves only a part of its own file, and a copy of that part takes less room than a link to the whole
+file."""
 
 
 class ShareLocation(NamedTuple):
-    """The location of a share in a checkpoint: a file with its digest, and, for a linked file, the pieces."""
+    """The location of a share in a checkpoint: a file with its digest and, for a linked file, the pieces of the file that are the
+    share."""
 
     file: str
     digest: FileDigest

@@ -25,7 +25,7 @@ Wanted = State | Callable[[Mapping[str, Any]], State]
 
 
 class MismatchError(ValueError):
-    """The checkpoint does not hold the requested state; the text lists every difference."""
+    """The checkpoint does not hold the requested state; the message lists every difference."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ def load(
 ) -> LoadResult:
     """Fill the tensors of `state` in place from the newest intact checkpoint that `path` refers to (see `folder.locate`).
 
-    Every rank of `group` (gloo; None: this process alone) calls it with its own shares, in any layout. Digests are verified first, each
-    file by one rank. `partial`: the checkpoint may hold more than the requested state. `cast`: convert values to the dtype of their
-    destination. `rows`: tensors that may have more or fewer rows in the checkpoint; only the rows that both have are read. `accept` is
-    called on every rank, before a checkpoint is read, with its path and its meta; its exceptions are passed on. `warn` is called on the
-    first rank.
+    Every rank of `group` (gloo; None: this process alone) must call this function with its own shares, in any layout. Digests are
+    verified first, each file by one rank. `partial`: the checkpoint may hold more than the requested state. `cast`: convert
+    values to the dtype of their destination. `rows`: tensors whose number of rows may differ between checkpoint and state; the
+    rows that exist in both are read. `accept` is called on every rank before a checkpoint is read, with the checkpoint's path and
+    meta; an exception from `accept` ends the load. `warn` is called on the first rank with a message for each damaged checkpoint.
 
     Raises FileNotFoundError (no checkpoint), DamagedCheckpointError (none intact), AwayError (the newest undamaged one is temporarily
     unreadable), or MismatchError; every rank raises the same error.
@@ -86,7 +86,6 @@ def load(
 
 
 def _candidates(path: Path) -> tuple[list[Path], str]:
-    """Return the checkpoints that `path` refers to, or the reason why they cannot be listed now."""
     try:
         return files.locate(path), ""
     except FileNotFoundError:
@@ -105,7 +104,8 @@ def _load(
     rows: Collection[str],
     accept: Accept,
 ) -> tuple[LoadResult | None, list[str]]:
-    """Load one checkpoint, or return its problems. The leading rank protects it from pruning until all ranks have read it."""
+    """Load one checkpoint, or return its problems. The leading rank protects the checkpoint from pruning until all ranks have
+    read it."""
     opened = _Opened(path) if ranks.is_leader else None
     try:
         said = (opened.manifest, opened.index, opened.problems, opened.away) if opened else (None, {}, [], "")
@@ -129,8 +129,8 @@ def _load(
 
 
 class _Opened:
-    """An open checkpoint with its manifest and index, protected from pruning until closed; or the problems, or the reason why it cannot
-    be read."""
+    """An open checkpoint with its manifest and index, protected from pruning until it is closed. A checkpoint that could not be
+    opened has only its problems, or the reason why it is unreadable now."""
 
     def __init__(self, path: Path) -> None:
         self.manifest: files.Manifest | None = None
@@ -154,9 +154,10 @@ class _Opened:
 
 
 def _verify(path: Path, manifest: files.Manifest, ranks: ObjectCollectives) -> list[str]:
-    """Return the problems of the files, the same on all ranks. Each file is read by one rank, and the bytes are divided evenly.
+    """Return the problems of the checkpoint's files, the same list on all ranks. Each file is read by one rank, and the bytes are
+    divided evenly.
 
-    Raises AwayError, on every rank, if one of them cannot read its files.
+    Raises AwayError on every rank if any rank cannot read its files.
     """
     load = [0] * ranks.size
     mine: list[str] = []

@@ -1,10 +1,9 @@
 """One rank's copies in its node's memory: written every few steps, sent to a buddy on another node, restored bit for bit.
 
-Ranks do not coordinate: each writes its own shares in the format of `megalith.fleet.tiers.copies`. The process that starts the next
-generation finds the steps of which all ranks have a copy. A copy is written only to a buffer whose old copy is no longer needed, so a
-rank may be killed at any moment. The fleet sets the distance between buddies. Copies are sent to buddies while the next step is
-computed. (In-memory copies at a peer: GEMINI, Wang et al., SOSP 2023.)
-"""
+Ranks do not coordinate: each writes its own shares in the format described in `megalith.fleet.tiers.copies`. Before the ranks start again
+after a fault, the process that starts them finds the steps of which all ranks have a copy. A copy is written only to a buffer whose old
+copy is no longer needed, so a rank may be killed at any moment. The fleet chooses the distance between a node and its buddy. Copies are
+sent to buddies while the next step is computed. In-memory copies at a peer are from GEMINI, Wang et al., SOSP 2023."""
 
 import contextlib
 import os
@@ -61,7 +60,7 @@ def _aligned(octets: Tensor) -> bool:
 
 
 class ChecksumInPlace:
-    """Computes `checksum` of the same tensors repeatedly, and makes their views as whole words only once."""
+    """Computes `checksum` of the same tensors again and again. The tensors' views as 64-bit words are made only once."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._tensors = list(tensors)
@@ -87,8 +86,7 @@ class ChecksumInPlace:
 
 
 def layout_of(state: Mapping[str, Tensor], *, text_bytes: int = 0) -> Layout:
-    """Return the layout of a payload: the tensors of a state, the state of the CPU's random generator, and `text_bytes` bytes of
-    text."""
+    """Return the layout of a payload: the tensors of a state, the state of the CPU's random generator, and `text_bytes` bytes of text."""
     tensors = {**state, RNG: torch.get_rng_state(), TEXT: torch.empty(text_bytes, dtype=torch.uint8)}
     return Layout.of((n, DTYPES[t.dtype], tuple(t.shape), t.numel() * t.element_size()) for n, t in tensors.items())
 
@@ -102,10 +100,11 @@ class CopyError(RuntimeError):  # it says what was found
 
 
 class Memory:
-    """The copies of one rank's state. `state`: the rank's tensors by name, the same in every call. `pinned`: keep one more copy, that
-    of the last `pin`. `good`: keep this many more copies, the last ones marked as good. `text_bytes`: bytes of text that each copy may
-    hold besides the state. `disk`: the root of copies on the nodes' disks. `warn` gets messages about removed files. Raises OSError if
-    there is no room, or other users can access the folder. Copies without a valid MAC by the run's key are ignored."""
+    """The copies in memory of one rank's state. `state`: the rank's tensors by name, the same in every call. `pinned`: keep one more copy,
+    the one that `pin` chose last. `good`: keep this many more copies, the newest ones that are marked as good. `text_bytes`: bytes of text
+    that each copy may hold besides the state. `disk`: the folder under which each node keeps copies on its own disk; None: no copies on
+    disk. `warn` is called with a message when another process has removed files. Raises OSError if there is no room, or other users can
+    access the folder. Copies without a valid MAC by the run's key are ignored."""
 
     def __init__(
         self,
@@ -129,9 +128,8 @@ class Memory:
         self.text = ""  # the text in the copy that was restored last
         self.room, self._most_good = text_bytes, good
         text = self.layout.dump()
-        self._count = (
-            max(keep, 2 if disk else 1) + 1 + pinned + good
-        )  # what the disk is written from is not written over meanwhile
+        # one more than are kept, so that no copy is overwritten while it is written to disk
+        self._count = max(keep, 2 if disk else 1) + 1 + pinned + good
         self._clear_away()
         self.own = Buffers.create(self.folder, "own", rank_info.rank, key=self._key, count=self._count, layout=text)
         for file in self.own.files:
@@ -149,8 +147,7 @@ class Memory:
         self._warn = warn
 
     def _clear_away(self) -> None:
-        """Return the buffers that are no longer in use; on the node's first rank, also those of other slots that the node filled
-        before."""
+        """Remove files that are no longer used; on the node's first rank, also those of ranks that the node had in another slot."""
         slots = len(self.rank_info.placement)
         mine = ranks_of(self.rank_info.slot, world=self.rank_info.world, slots=slots)
         for path in (*self.folder.glob("own-*"), *self.folder.glob("buddy-*")):
@@ -163,9 +160,9 @@ class Memory:
                 path.unlink(missing_ok=True)
 
     def join(self, distance: int, *, group: dist.ProcessGroup) -> None:
-        """Pair the nodes: from now on the node `distance` slots further keeps copies of this node's state, and this node keeps those of
-        another one. All ranks call it together. `group`: a gloo group of all ranks, in rank order, that no other code uses. Raises
-        OSError on every rank if one rank has no room."""
+        """Pair the nodes: the node `distance` slots after this one will keep copies of this node's state, and this node will keep copies
+        for the node `distance` slots before it. All ranks call this method together. `group`: a gloo group of all ranks, in rank order,
+        that no other code uses. Raises OSError on every rank if one has no room for its buddy's copies."""
         self.group, self._apart = group, distance * self.rank_info.world // len(self.rank_info.placement)
         text, failed = self.layout.dump(), None
         size = torch.tensor([len(text)])
@@ -191,12 +188,12 @@ class Memory:
 
     @property
     def buddy(self) -> int:
-        """The rank that keeps a copy of this one's state."""
+        """The rank that keeps a copy of this rank's state."""
         return (self.rank_info.rank + self._apart) % self.rank_info.world
 
     @property
     def keeps_for(self) -> int:
-        """The rank of whose state this rank keeps a copy."""
+        """The rank whose state this rank keeps a copy of."""
         return (self.rank_info.rank - self._apart) % self.rank_info.world
 
     # --- copying ---
@@ -213,9 +210,8 @@ class Memory:
         good: bool = False,
     ) -> None:
         """Copy the state after `step` steps and `samples` samples. `updates`: see `Label`. `known`: the digest of `state`, if already
-        computed. `text`: stored with the copy. `good`: keep this copy, so that the run can rewind to it. All work except the copying
-        itself overlaps with training; a copy to disk waits for the previous one.
-        """
+        computed. `text`: stored with the copy. `good`: keep this copy, so that the run can rewind to it. Only the copying itself blocks
+        training. A copy to disk waits until the previous copy is on disk."""
         self.finish()
         self._make_anew()
         number = self.own.next(busy=[self._writing[1]] if self._writing and self._writing[0].is_alive() else [])
@@ -238,14 +234,15 @@ class Memory:
             self._write_to_disk(number, step)
 
     def _encode_text(self, text: str) -> Tensor:
-        """Return a text padded to the room reserved for it. Raises ValueError if the text does not fit."""
+        """Return the text as bytes, padded to the size that every copy reserves for text. Raises ValueError if the text is longer."""
         encoded = text.encode()
         if len(encoded) > self.room:
             raise ValueError(f"a copy has room for {self.room} bytes of text, but this text has {len(encoded)}")
         return torch.frombuffer(bytearray(encoded.ljust(self.room)), dtype=torch.uint8) if self.room else torch.empty(0).byte()
 
     def _make_anew(self) -> None:
-        """Create files again that another process removed, such as a cleaner of temporary files; their content is still mapped here."""
+        """Create files again that another process has removed, such as a cleaner of temporary files; this process still has their content
+        mapped."""
         made = sum(buffers.make_anew() for buffers in (self.own, self.kept) if buffers is not None)
         if made:
             self._warn(f"{made} files of copies in {self.folder} were removed by another process, and are written again in full")
@@ -277,7 +274,7 @@ class Memory:
             self.kept.keep(in_transit.number, most=self._most_good)
 
     def pin(self) -> None:
-        """Keep the newest copy until the next call."""
+        """Pin the newest copy: it is kept until the next call of `pin`."""
         self.finish()
         for buffers in (self.own, self.kept):
             if buffers is None:
@@ -292,8 +289,8 @@ class Memory:
         return next((label.step for file in self.own.files if file.marks & VERIFIED and (label := file.label)), None)
 
     def _write_to_disk(self, number: int, step: int) -> None:
-        """Write a copy to disk in a thread, atomically. First wait for a copy still being written: if ranks skipped copies, there would
-        soon be no step of which all ranks have one."""
+        """Write a copy to disk in a thread, atomically. First wait until the previous copy is on disk: if ranks skipped copies instead,
+        there could soon be no step of which all ranks have one."""
         if self._writing:
             self._writing[0].join()
         thread = threading.Thread(target=self._to_disk, args=(number, step), name="copy-to-disk", daemon=True)
@@ -329,11 +326,11 @@ class Memory:
     # --- restoring ---
 
     def restore(self, source: Source) -> Label | None:
-        """Fill the state from `source`, whose tier determines where this rank's piece is. Return the piece's label; None if it is in
-        the store. All ranks call it together.
+        """Fill the state from `source`, whose tier says where the copy of this rank's state is. Return the copy's label; None if the copy
+        is in the store. All ranks must call this method together.
 
-        Newer copies are invalidated, because repeated steps will make new ones. Raises CopyError on the rank whose piece is damaged.
-        """
+        Copies of later steps are invalidated, because the run computes those steps again. Raises CopyError on the rank whose copy is
+        damaged."""
         tier = source.tier_of(self.rank_info.slot)
         self.forget_after(source.step)
         self._exchange(source)
@@ -353,7 +350,7 @@ class Memory:
         return {label.step for file in self.own.files if (label := file.label)}
 
     def go_back(self, step: int, *, now: int) -> Label:
-        """Fill the state from this rank's own copy of `step`. Copies of later steps before step `now`, in which this happens, are
+        """Fill the state from this rank's own copy of `step`. `now` is the current step; copies of steps after `step` and before `now` are
         dropped. Raises CopyError."""
         self.settle()
         label = self._load_file(self._own(step, Tier.MEMORY), Tier.MEMORY)
@@ -374,7 +371,7 @@ class Memory:
                 path.unlink(missing_ok=True)
 
     def _exchange(self, source: Source) -> None:
-        """Send the pieces that buddies keep to the ranks that own them. The source alone determines the senders."""
+        """Send each copy that a buddy keeps to the rank that needs it. Every rank derives the senders and receivers from `source` alone."""
         if self.kept is None:
             return
         works, arriving = [], None
@@ -405,7 +402,7 @@ class Memory:
             work.wait()
 
     def _on_disk(self, rank: int | None = None) -> dict[Path, int]:
-        """Return the files on the node's disk, of all its ranks or of one rank, with their steps."""
+        """Return the copies on the node's disk with their steps, by path: those of all its ranks, or of one rank."""
         paths = self.disk.glob("own-*") if self.disk is not None and self.disk.is_dir() else ()
         found = {path: parse_name(path.name) for path in paths}
         return {path: step for path, (_, whose, step) in found.items() if rank is None or whose == rank}
@@ -425,7 +422,7 @@ class Memory:
         label = file.label
         assert label is not None
         if (file.layout(label), label.world, label.rank) != (self.layout, self.rank_info.world, self.rank_info.rank):
-            raise CopyError(tier, label.step, self.rank_info.slot, "it belongs to another plan")
+            raise CopyError(tier, label.step, self.rank_info.slot, "the copy belongs to another plan")
         body = torch.frombuffer(file.memory, dtype=torch.uint8)[PAGE + label.layout :]
         found = views(body, self.layout.entries)
         torch._foreach_copy_(self._live, [found[name] for name in self._names])
@@ -433,7 +430,7 @@ class Memory:
         encoded = found[TEXT].clone() if self.room else torch.empty(0, dtype=torch.uint8)
         total = (checksum(self._live) + checksum([rng, encoded])) % WORDS  # of what was loaded, to find errors on the way
         if total != label.digest:
-            raise CopyError(tier, label.step, self.rank_info.slot, f"its digest is {total:016x}, and must be {label.digest:016x}")
+            raise CopyError(tier, label.step, self.rank_info.slot, f"its digest is {total:016x} instead of {label.digest:016x}")
         torch.set_rng_state(rng)
         self.text = bytes(encoded.numpy()).decode().rstrip()
         return label
@@ -441,7 +438,7 @@ class Memory:
 
 @dataclass
 class _Travelling:
-    """The copies that are being sent and received."""
+    """The messages in flight between this rank and its buddies, with a copy in each direction."""
 
     works: list[Any]
     label: Tensor  # must live until it has left

@@ -25,7 +25,7 @@ class ObjectCollectives:
 
     @property
     def is_leader(self) -> bool:
-        """True on the leading rank, which decides and commits."""
+        """True on the leading rank, which makes decisions for all ranks and commits checkpoints."""
         return self.rank == 0
 
     def any(self, flag: bool) -> bool:

@@ -13,8 +13,8 @@ from megalith.checkpoint.tensors import TORCH_DTYPES, read
 
 def read_full(path: Path, keys: Iterable[str] | None = None, *, check: bool = True) -> dict[str, Tensor]:
     """Return the tensors named by `keys` (None: all) of the newest intact checkpoint that `path` refers to (see `folder.locate`).
-    `check=False` skips the verification of a checkpoint that `folder.find` has just verified. Raises KeyError with all missing keys,
-    FileNotFoundError if there is no checkpoint, DamagedCheckpointError if none is intact.
+    `check=False` skips verification, for a checkpoint that `folder.find` has just verified. Raises KeyError with all missing
+    keys, FileNotFoundError if there is no checkpoint, DamagedCheckpointError if none is intact.
     """
     path = files.find(path) if check else files.locate(path)[0]
     with files.reading(path):

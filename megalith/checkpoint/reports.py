@@ -1,4 +1,4 @@
-"""Reports of a run's saves, to its log and to the fleet."""
+"""Reports about a run's saves, written to the run's log and sent to the fleet."""
 
 import time
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from megalith.fleet.tiers import Tier
 
 
 class SaveReports:
-    """Reports the outcomes of saves, on the rank that logs only."""
+    """Reports the outcomes of saves, on the one rank that has a log."""
 
     def __init__(self, log: EventLog | None) -> None:
         self._log = log
@@ -31,7 +31,6 @@ class SaveReports:
                 self._log.write(Checkpoint(path=path, **{name: getattr(outcome, name) for name in fields}))
 
     def _report_change(self, outcome: SaveResult | SaveFailure) -> None:
-        """Report to the fleet when saving begins to fail, and when it works again."""
         failed = isinstance(outcome, SaveFailure)
         if failed and outcome.peer_lost:  # the fault of the rank that is gone, which is reported by its end
             return

@@ -1,5 +1,5 @@
-"""The share of each tensor that each rank holds, described as boxes of the whole tensor. In this form, state saved under any plan can
-be loaded under any other."""
+"""The share of each tensor that each rank holds, described as boxes of the whole tensor. State described by such boxes can be
+saved under one plan and loaded under any other."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,12 +42,13 @@ class ImmutableFile(Protocol):
         ...
 
     def link(self, path: Path) -> FileDigest:
-        """Give the file `path` as a second name, synced to disk. Raises OSError if that is impossible, as on another file system."""
+        """Link the file at `path`, as a second name, and sync the name to disk. Raises OSError if the file cannot be linked, for
+        example to another file system."""
         ...
 
 
 class Extents(NamedTuple):
-    """The location of a share in a file: byte tensors, in order."""
+    """The location of a share in a file: its byte tensors, in order."""
 
     file: ImmutableFile
     pieces: tuple[Piece, ...]
@@ -100,7 +101,7 @@ class OffDeviceShare:
 
     @classmethod
     def of(cls, key: str, cut: Tensor, data: Tensor | StreamedShare) -> "OffDeviceShare":
-        """`cut`: a tensor of the whole shape with the same sharding; its values do not matter."""
+        """`cut`: a tensor with the shape of the whole tensor and the same sharding; its values do not matter."""
         offset, sizes = (0,) * cut.dim(), tuple(cut.shape)
         if isinstance(cut, DTensor):
             place = cut.device_mesh.get_coordinate()
@@ -112,8 +113,8 @@ class OffDeviceShare:
 
 @dataclass(frozen=True)
 class Share:
-    """This rank's box of a tensor, and the values: `data`, of shape `held.sizes`, is a view of the tensor, or represents values that
-    are not in memory."""
+    """This rank's box of a tensor, and the box's values: `data`, of shape `held.sizes`, is a view of the tensor, or represents
+    values that are not in memory."""
 
     held: HeldShare
     data: Tensor | StreamedShare
@@ -189,8 +190,9 @@ def _share(key: str, tensor: Tensor) -> Share | None:
 def box_of(key: str, tensor: DTensor, place: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return offset and sizes of this rank's part of a DTensor, computed in the order in which the mesh axes actually split it.
 
-    FSDP2 cuts each tensor-parallel part into consecutive chunks. DTensor's own arithmetic (torch 2.11 and 2.15) differs if a chunk is
-    empty (7 rows over 2 x 3 ranks); a checkpoint that used it would have rows in the wrong order.
+    FSDP2 cuts each tensor-parallel part into consecutive chunks. DTensor's own arithmetic (torch 2.11 and 2.15) gives other
+    offsets if a chunk is empty (7 rows over 2 x 3 ranks); a checkpoint saved with these offsets would have rows in the wrong
+    order.
     """
     offset, sizes = [0] * tensor.dim(), list(tensor.shape)
     for axis in _splitting_order(key, tensor):
@@ -203,19 +205,21 @@ def box_of(key: str, tensor: DTensor, place: Sequence[int]) -> tuple[tuple[int, 
 
 
 def _splitting_order(key: str, tensor: DTensor) -> list[int]:
-    """Return the mesh axes in the order in which they split: left to right, but a strided shard after the `split_factor` parts to its
-    right."""
+    """Return the mesh axes in the order in which they split the tensor: from left to right, except that a strided shard splits
+    after as many axes to its right as make up its `split_factor` parts."""
     orders: dict[int, list[int]] = {}
     for axis in reversed(range(len(tensor.placements))):
         placement = tensor.placements[axis]
         if placement.is_replicate():
             continue
         if placement.is_partial():
-            raise ValueError(f"{key} is an unfinished sum ({_layout(tensor)}); reduce it first")
+            raise ValueError(f"{key} is an unreduced partial sum ({_layout(tensor)}); reduce it first")
         factor, order = getattr(placement, "split_factor", 1), orders.setdefault(placement.dim, [])  # type: ignore[attr-defined]
         before = [prod(tensor.device_mesh.size(other) for other in order[:count]) for count in range(len(order) + 1)]
         if factor not in before:
-            raise ValueError(f"{key} is laid out as {_layout(tensor)}: no {factor} parts to the right of a strided shard")
+            raise ValueError(
+                f"{key} is laid out as {_layout(tensor)}: the axes to the right of a strided shard do not make {factor} parts"
+            )
         order.insert(before.index(factor), axis)
     return [axis for order in orders.values() for axis in order]
 
@@ -227,8 +231,9 @@ def _layout(tensor: Tensor) -> str:
 
 
 def owners(held: Sequence[Sequence[HeldShare]]) -> tuple[list[set[Place]], list[str]]:
-    """Assign each box to one rank that writes it, with bytes spread evenly; also return contradictions between ranks, as text.
-    `held[rank]`: a rank's boxes. In order of decreasing size, each replicated box goes to its holder with the fewest bytes so far.
+    """Assign each box to one rank that writes it, with the bytes spread evenly over the ranks; also return a text for each
+    contradiction between ranks. `held[rank]`: a rank's boxes. In order of decreasing size, each replicated box goes to its holder
+    with the fewest bytes so far.
     """
     holders: dict[Place, list[int]] = {}
     boxes: dict[Place, HeldShare] = {}

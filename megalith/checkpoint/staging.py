@@ -11,9 +11,9 @@ ALIGNMENT = 64  # bytes: a cache line, and more than any element
 
 
 class Staging:
-    """One block of CPU memory, kept from save to save, because getting fresh pages from the system takes four times as long as the
-    copy. Large pages are quicker on an idle machine. During a run that saves, however, the disk cache fills the memory, and the system
-    must move pages to make room for large ones, which takes ten times as long.
+    """One block of CPU memory, which all saves use: to get new pages from the system for each save would take four times as long
+    as the copy itself. Large pages are not used, because they are faster only on an idle machine. During training the disk cache
+    fills the memory, and the system needs ten times as long to make room for large pages.
     """
 
     def __init__(self) -> None:
@@ -24,8 +24,8 @@ class Staging:
         self._grow(shares).zero_()
 
     def copy(self, shares: Mapping[str, Share]) -> dict[str, Share]:
-        """Return the shares with copied values, valid until the next call. Shares that are not in memory are not copied. Raises
-        RuntimeError if memory cannot be allocated."""
+        """Return shares with copies of the values, valid until the next call. Shares that are not in memory are not copied.
+        Raises RuntimeError if memory cannot be allocated."""
         memory = self._grow(shares)
         copied: dict[str, Share] = {}
         start = 0

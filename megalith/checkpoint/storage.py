@@ -1,5 +1,6 @@
-"""Use of torch.distributed.checkpoint with Megalith's own files: torch plans which rank reads and writes which box, and no pickle is
-written. Only public extension points are used: planners turn shares into torch's items, and a storage writer and reader move the bytes.
+"""Use of torch.distributed.checkpoint with Megalith's own files: torch plans which rank reads and writes which box, and no pickle
+is written. Megalith uses only torch's public extension points: its planners describe shares as torch's items, and its storage
+writer and reader read and write the files.
 """
 
 import errno
@@ -82,8 +83,8 @@ class WrittenFile:
 class FolderWriter(StorageWriter):
     """Writes one checkpoint into `folder`, under a temporary name that the first rank chooses for all and commits at the end.
 
-    `error`: why this rank has no shares to write. The rank still takes part in the collectives, and makes all ranks abort.
-    `place` must exist: `folder` is created in it.
+    `error`: why this rank has no shares to write. A rank with an error still takes part in the collectives, and makes all ranks
+    abort the save. `place`, the folder above `folder`, must exist; `folder` itself is created.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class FolderWriter(StorageWriter):
         return [WriteResult(item.index, 0, (plan.storage_data, where[item.index.fqn])) for item in plan.items]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the first rank, write index and manifest, commit, and prune. All ranks get the outcome as
+        """On the first rank, write index and manifest, commit, and prune. All ranks receive the outcome of the save as
         `metadata.storage_data`."""
         errors = [item.error for items in results for item in items if isinstance(item, WrittenFile) and item.error]
         try:
@@ -183,7 +184,6 @@ def describe_error(error: BaseException) -> str:
 
 
 def _index(metadata: Metadata, written: Sequence[WriteResult]) -> files.Index:
-    """Return the location of every box of every tensor."""
     where = {(item.index.fqn, tuple(item.index.offset or ())): item.storage_data[1] for item in written}
     index: files.Index = {}
     for key, entry in metadata.state_dict_metadata.items():
@@ -230,7 +230,7 @@ class SharesToRead(LoadPlanner):
         return torch.empty(tuple(read_item.lengths), dtype=data.dtype)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Write back a buffer that is not a view of its destination."""
+        """Write `tensor` to its share if it is a buffer rather than a view of the share."""
         data = self.shares[read_item.dest_index.fqn].data
         if not isinstance(data, Tensor):
             data.fill(tuple(read_item.dest_offsets), tensor)
@@ -291,7 +291,8 @@ class FolderReader(StorageReader):
 
 
 def save_alone(shares: dict[str, Share], writer: FolderWriter) -> Metadata:
-    """Do what `torch.distributed.checkpoint.save` does, in one process. (Torch's function warns if there are no process groups.)"""
+    """Do what `torch.distributed.checkpoint.save` does, in one process. torch's own function warns if there are no process
+    groups."""
     planner = SharesToWrite()
     planner.set_up_planner(shares, is_coordinator=True)  # type: ignore[arg-type]
     plans, metadata = planner.create_global_plan([planner.create_local_plan()])

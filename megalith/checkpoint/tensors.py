@@ -70,8 +70,9 @@ def write(path: Path, tensors: "Mapping[str, Tensor | StreamedShare]") -> FileDi
 
 
 def read(content: Any, name: str, chunk: Chunk, dtype: str, *, into: Tensor, offset: Sequence[int] | None = None) -> None:
-    """Copy a box of one chunk of the tensor `name` from its open file (`safetensors.safe_open`). The box begins at `offset` in the
-    chunk. If the chunk is in pieces and the box is whole slices of the first dim, only one piece is in memory in addition."""
+    """Copy a box of one chunk of the tensor `name` from its open file (`safetensors.safe_open`). The box begins at `offset` in
+    the chunk. If the chunk is stored in pieces and the box consists of whole slices of the first dim, memory for only one piece
+    is needed besides `into`."""
     start = (0,) * into.dim() if offset is None else tuple(offset)
     if not chunk.pieces:
         into.copy_(box(content.get_tensor(name), start, into.shape))
@@ -84,7 +85,6 @@ def read(content: Any, name: str, chunk: Chunk, dtype: str, *, into: Tensor, off
 
 
 def _join(content: Any, chunk: Chunk, dtype: str, into: Tensor, *, first: int) -> None:
-    """Copy elements of the chunk into `into`, beginning with element `first`."""
     end = 0
     for piece in chunk.pieces:
         begin, end = end, end + piece.bytes // TORCH_DTYPES[dtype].itemsize
@@ -95,7 +95,7 @@ def _join(content: Any, chunk: Chunk, dtype: str, into: Tensor, *, first: int) -
 
 
 def box(tensor: Tensor, offset: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """Return the view of `tensor` that starts at `offset` and has shape `sizes`."""
+    """Return the view of `tensor` that begins at `offset` and has the shape `sizes`."""
     for dim, (start, length) in enumerate(zip(offset, sizes, strict=True)):
         tensor = tensor.narrow(dim, start, length)
     return tensor

@@ -1,1 +1,1 @@
-"""Fast versions of frequent operations, each with its plain definition."""
+"""Fast versions of frequent operations, each with a plain version that defines its result."""

@@ -1,4 +1,5 @@
-"""Attention from a kernel that also returns the log-sum-exp, so that a query's keys may come in parts, from any rank and at any time.
+"""Attention from a kernel that also returns the log-sum-exp. A query's keys may therefore be processed in parts, from any rank
+and in any order.
 
 Softmax over a union of key sets is the mean of the softmaxes over each set, weighted by the sets' sums of exponentials (online softmax,
 Milakov and Gimelshein 2018, arXiv:1805.02867; ring attention, Liu et al. 2023, arXiv:2310.01889). The backward of FlashAttention (Dao et
@@ -28,11 +29,11 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel for softmax(scale q kᵀ) v over a part of the keys; `causal` requires as many keys as queries.
+    """A kernel for softmax(scale q kᵀ) v over some of the keys. `causal` requires as many keys as queries.
 
-    `forward(q, k, v, causal, scale)` returns the output and its log-sum-exp [batch, heads, seq] in fp32 (fp64 for fp64). `backward(grad, q,
-    k, v, out, lse, causal, scale)` returns the gradients of q, k and v that come from these keys, where `out` and `lse` are over *all* keys
-    that the queries see.
+    `forward(q, k, v, causal, scale)` returns the output and its log-sum-exp [batch, heads, seq] in fp32 (fp64 for fp64).
+    `backward(grad, q, k, v, out, lse, causal, scale)` returns the gradients of q, k and v that come from these keys. Backward's
+    `out` and `lse` must be those over *all* keys that the queries see.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
@@ -61,7 +62,8 @@ def flash_takes(q: Tensor, v: Tensor) -> bool:
 
 @lru_cache(maxsize=16)
 def _has_flash(device: torch.device) -> bool:
-    """True for Ampere and later; a V100 has no FlashAttention. Without a GPU (in a trace) it is True."""
+    """True for Ampere and later; a V100 has no FlashAttention. Without a GPU (while an operation is only traced) the result is
+    True."""
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -74,7 +76,7 @@ def work_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Running(NamedTuple):
-    """Output and log-sum-exp over the keys so far, in the dtype in which parts are added up."""
+    """Output and log-sum-exp over the keys processed so far, in the dtype in which parts are added up."""
 
     out: Tensor
     lse: Tensor
@@ -90,7 +92,7 @@ class Running(NamedTuple):
         )
 
     def add(self, out: Tensor, lse: Tensor) -> None:
-        """Merge the output and log-sum-exp of other keys in place."""
+        """Merge the output and log-sum-exp over other keys into these, in place."""
         total = torch.logaddexp(self.lse, lse)
         self.out.mul_((self.lse - total).exp_().unsqueeze(-1))
         self.out.add_(out * (lse - total).exp_().unsqueeze(-1))
@@ -106,7 +108,7 @@ def zeros_for(x: Tensor) -> Tensor:
 def add_forward(
     running: Running, q: Tensor, k: Tensor, v: Tensor, *, rows: tuple[MaskRows, ...], kernel: Kernel, scale: float
 ) -> None:
-    """Merge into `running` the attention of q to k and v over the pairs in `rows`."""
+    """Merge the attention over the pairs of queries and keys in `rows` into `running`."""
     for queries, keys, pair in _parts(rows):
         some_q, some_k, some_v = (_turn(x, pair) for x in (q[queries], k[keys], v[keys]))
         out, lse = kernel.forward(some_q, some_k, some_v, pair.sees != "all", scale)
@@ -121,7 +123,8 @@ def add_backward(
     kernel: Kernel,
     scale: float,
 ) -> None:
-    """Add to `sums` (of q, k, v) the gradients that come from the pairs in `rows`; `saved`: (gradient, q, k, v, out, lse)."""
+    """Add the gradients that come from the pairs of queries and keys in `rows` to `sums` (of q, k and v). `saved` is the gradient
+    of the output, q, k, v, out and lse."""
     grad, q, k, v, out, lse = saved
     of_q, of_k, of_v = sums
     for queries, keys, pair in _parts(rows):
@@ -149,7 +152,8 @@ def _parts(rows: tuple[MaskRows, ...]) -> Iterator[tuple[Where, Where, MaskBlock
 
 
 def _turn(x: Tensor, pair: MaskBlock, dim: int = -2) -> Tensor:
-    """Reverse a part that sees the "future": in reverse order it sees the "past", the only triangle that kernels compute."""
+    """Reverse a tensor whose block sees the "future". In reverse order the block sees the "past", the only triangle that kernels
+    compute."""
     return x.flip(dim) if pair.sees == "future" else x
 
 
@@ -172,8 +176,8 @@ class _Attention(torch.autograd.Function):
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, rows: tuple[MaskRows, ...], kernel: Kernel, scale: float) -> Tensor:
-    """softmax(scale q kᵀ) v over the pairs in `rows`. The cost is proportional to the pairs; nothing larger than the inputs is
-    kept. Every query must see a key."""
+    """Return softmax(scale q kᵀ) v over the pairs of queries and keys in `rows`. The cost is proportional to the number of pairs;
+    no tensor larger than the inputs is kept. Every query must see a key."""
     return _Attention.apply(q, k, v, rows, kernel, scale)  # pyright: ignore[reportReturnType]
 
 
@@ -251,15 +255,15 @@ flash_cuda = _equal_channels(Kernel(_cuda_forward, _cuda_backward), FLASH_WIDTH)
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Causal attention on CUDA with gradients, for tensors that `flash_takes` accepts. It is called explicitly, because on an H100 torch
-    prefers cuDNN's kernel. That is faster for long rows, but has a setup for each new length, and its backward gave gradients of 1e35 for a
-    document of 6 tokens (torch 2.11, cuDNN 9.19)."""
+    """Causal attention on CUDA with gradients, for tensors that `flash_takes` accepts. FlashAttention is called explicitly,
+    because on an H100 torch would choose cuDNN's kernel. cuDNN's kernel is faster for long rows, but needs a setup for each new
+    length, and its backward gave gradients of 1e35 for a document of 6 tokens (torch 2.11, cuDNN 9.19)."""
     wide = (_padded(x, _width(q, v, FLASH_WIDTH)) for x in (q, k, v))
     return aten._scaled_dot_product_flash_attention(*wide, 0.0, True, False, scale=scale)[0][..., : v.shape[-1]]
 
 
 def flash_packed(q: Tensor, k: Tensor, v: Tensor, segments: tuple[tuple[int, ...], ...], scale: float) -> Tensor:
-    """Causal attention on CUDA inside each segment of each row, in one call."""
+    """Compute causal attention on CUDA separately inside each segment of each row, in one call."""
     longest, ends = max(map(max, segments)), _ends(segments, q.device)
     wide = (_padded(x, _width(q, v, FLASH_WIDTH)).transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     out = aten._flash_attention_forward(*wide, ends, ends, longest, longest, 0.0, True, False, scale=scale)[0]
@@ -274,14 +278,15 @@ def _ends(segments: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor
 
 @lru_cache(maxsize=64)
 def chunked(softcap: float | None = None, rows: int = ROWS) -> Kernel:
-    """Return a plain kernel in fp32, for `rows` queries at a time, that computes scores again in backward. It serves where fused kernels
-    cannot.
+    """Return a plain kernel in fp32, which computes `rows` queries at a time, and the scores again in backward. This kernel is
+    used when no fused one supports the tensors.
 
     Scores s become `softcap` tanh(s / softcap) (Gemma 2, Riviere et al. 2024, arXiv:2408.00118, section 2).
     """
 
     def scores(q: Tensor, k: Tensor, part: slice, causal: bool, scale: float) -> Tensor:
-        """Return the capped scores of some queries, -inf for keys that a query does not see: [batch, kv_heads, group, rows, keys]."""
+        """Return the capped scores of some queries, with -inf for keys that a query does not see: [batch, kv_heads, group, rows,
+        keys]."""
         heads = k.shape[1]
         some = q[:, :, part].unflatten(1, (heads, -1)).to(work_dtype(q.dtype))
         found = some @ k[:, :, None].to(some.dtype).mT * scale
@@ -293,7 +298,7 @@ def chunked(softcap: float | None = None, rows: int = ROWS) -> Kernel:
         return found
 
     def parts(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
-        """Yield sets of queries, each with all keys that any of its queries sees."""
+        """Yield sets of queries, each with all keys that any query of the set sees."""
         for first in range(0, q.shape[2], rows):
             end = min(first + rows, q.shape[2])
             yield slice(first, end), slice(0, end if causal else k.shape[2])

@@ -1,8 +1,8 @@
-"""Attention in bf16 as blocks of matrix products, for processors that multiply bf16 matrices fast.
-
-torch's fused CPU kernel uses the processor's matrix units only with AMX; with avx512-bf16 alone, a matrix product is several times as fast
-as the products inside that kernel. Here one product computes the scores of a few hundred queries with all their keys. The scores, in fp32
-as in the fused kernel, stay in the cache. Exponentials are powers of two, which torch computes four times as fast.
+"""Attention in bf16 as blocks of matrix products, for processors that multiply bf16 matrices fast. torch's fused CPU kernel uses
+the processor's matrix units only if it has AMX. On processors with only avx512-bf16, a plain matrix product is several times as
+fast as the products inside that kernel. In this module, one product computes the scores of a few hundred queries with all their
+keys. These scores stay in the cache, in fp32 as in the fused kernel. Exponentials are powers of two, which torch computes four
+times as fast.
 
 Tensors are [batch, heads, seq, channels]. k and v may have fewer heads, each shared by consecutive heads of q; v may have another number of
 channels.
@@ -28,14 +28,14 @@ def _fast_products() -> bool:
 
 
 def pays(q: Tensor) -> bool:
-    """Return True if this module has the fastest attention for such queries."""
+    """True if the attention in this module is the fastest for queries such as q."""
     return q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[2] >= ROWS and _fast_products()
 
 
 @contextlib.contextmanager
 def _bf16_products() -> Iterator[None]:
-    """Inside this context, products of fp32 matrices multiply in bf16, and add up and return fp32. They are exact, because all factors here
-    are bf16 numbers."""
+    """Inside this context, products of fp32 matrices convert the factors to bf16, and add up and return fp32. These products are
+    exact here, because all factors are bf16 numbers."""
     matmul = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
     before = matmul.fp32_precision
     matmul.fp32_precision = "bf16"
@@ -46,7 +46,7 @@ def _bf16_products() -> Iterator[None]:
 
 
 class _Some(NamedTuple):
-    """Key heads of one sequence, and the query heads that use them: `group` query heads for each."""
+    """Some key heads of one sequence, and the query heads that use them. Each key head has `group` query heads."""
 
     sequence: int
     keys: slice
@@ -62,13 +62,11 @@ class _Some(NamedTuple):
 
 
 def _share(q: Tensor, k: Tensor) -> tuple[int, int]:
-    """Return how many key heads are computed at once, and how many scores each has."""
     each = q.shape[1] // k.shape[1] * min(ROWS, q.shape[2]) * k.shape[2]
     return min(k.shape[1], max(1, SCORES // each)), each
 
 
 def _heads(q: Tensor, k: Tensor) -> Iterator[_Some]:
-    """Yield all heads, as many at once as `SCORES` allow."""
     group, (at_once, _) = q.shape[1] // k.shape[1], _share(q, k)
     for sequence in range(q.shape[0]):
         for first in range(0, k.shape[1], at_once):
@@ -82,7 +80,7 @@ def _rows(seq: int) -> Iterator[slice]:
 
 
 class _Scratch:
-    """Memory for the scores of some queries with their keys, which all queries reuse."""
+    """Memory for the scores of some queries with all their keys. All sets of queries use the same memory."""
 
     def __init__(self, q: Tensor, k: Tensor) -> None:
         self._memory = q.new_empty(math.prod(_share(q, k)), dtype=torch.float32)
@@ -129,7 +127,7 @@ def blocked_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: floa
 def blocked_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v from these keys; `out` and `lse` are over all keys that the queries see."""
+    """Return the gradients of q, k and v that come from these keys. `out` and `lse` are over all keys that the queries see."""
     of_q, of_k, of_v = (torch.empty_like(x) for x in (q, k, v))
     chances_of, changes_of = _Scratch(q, k), _Scratch(q, k)
     for some in _heads(q, k):

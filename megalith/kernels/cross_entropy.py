@@ -18,7 +18,8 @@ IGNORE = -100
 
 
 class Loss(NamedTuple):
-    """`objective` is the differentiated loss (nll + z-loss); `nll` is the cross-entropy alone. Both are scaled sums over valid targets."""
+    """`objective` is the differentiated loss (nll + z-loss); `nll` is the cross-entropy alone. `objective` and `nll` are sums
+    over valid targets, multiplied by `scale`."""
 
     objective: Tensor
     nll: Tensor
@@ -40,7 +41,8 @@ def cross_entropy_plain(
     logit_scale: float = 1.0,
     softcap: float | None = None,
 ) -> Loss:
-    """The definition: hidden [tokens, dim], weight [vocab, dim], targets [tokens] (-100: none). Holds all logits; for tests."""
+    """The plain definition of the loss, for tests: hidden [tokens, dim], weight [vocab, dim], targets [tokens] (-100: none). All
+    logits are in memory at once."""
     logits = finish((hidden @ weight.T).float(), logit_scale=logit_scale, softcap=softcap)
     valid = targets != IGNORE
     nll = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum") * scale
@@ -65,16 +67,16 @@ def cross_entropy(
     of_token: TokenLoss | None = None,
     gather: Gather | None = None,
 ) -> Loss:
-    """`cross_entropy_plain` in chunks of `chunk` rows, which computes the gradients in forward, while it has the logits. So nothing is
-    computed twice, and nothing of size tokens x vocab is kept.
+    """Compute `cross_entropy_plain` in chunks of `chunk` rows, with the gradients already in forward, while a chunk's logits are
+    in memory. No logit is therefore computed twice, and no tensor of size tokens x vocab is kept.
 
-    With `reduce`, `weight` is this rank's rows [offset, offset + len(weight)) of the vocabulary (Megatron-LM, Shoeybi et al. 2019, §3).
-    `multiply` computes the three products with `weight`. Only gradients, not losses, are multiplied by `gradient_scale`: they have a narrow
-    format from here on, in which small ones would be lost.
+    With `reduce`, `weight` is this rank's rows [offset, offset + len(weight)) of the vocabulary (Megatron-LM, Shoeybi et al.
+    2019, §3). `multiply` computes the three products with `weight`. Only gradients, not losses, are multiplied by
+    `gradient_scale`. Gradients have a narrow format from here on, in which small values would otherwise become 0.
 
-    `of_token`: a function for the loss of each token in place of cross-entropy; its loss is then also `Loss.nll`. It gets whole rows of
-    finished logits, which `gather` joins if the vocabulary is split. Raises ValueError if it does not return one floating-point value per
-    token.
+    `of_token`: a function for the loss of each token in place of cross-entropy; its loss is then also `Loss.nll`. The function
+    gets whole rows of finished logits; `gather` joins them if the vocabulary is split. Raises ValueError if the function does not
+    return one floating-point value per token.
     """
     rows = chunk or chunk_rows(weight.shape[0], capped=softcap is not None)
     terms = _Terms(scale, z_loss, logit_scale, softcap, gradient_scale, offset, reduce, multiply, of_token, gather)
@@ -123,7 +125,7 @@ class _Chunked(torch.autograd.Function):
 
 
 def _chunk(hidden: Tensor, weight: Tensor, targets: Tensor, terms: _Terms, wants_grad: bool) -> tuple[Loss, Tensor]:
-    """Losses of a few rows, and the gradient of their products with `weight` in the dtype of `hidden` (meaningless without
+    """Return the losses of a few rows, and the gradient of `hidden @ weight.T` in the dtype of `hidden` (meaningless without
     `wants_grad`)."""
     if terms.of_token is not None:
         return _own_chunk(hidden, weight, targets, terms, terms.of_token, wants_grad)
@@ -166,7 +168,7 @@ def _chunk(hidden: Tensor, weight: Tensor, targets: Tensor, terms: _Terms, wants
 def _own_chunk(
     hidden: Tensor, weight: Tensor, targets: Tensor, terms: _Terms, of_token: TokenLoss, wants_grad: bool
 ) -> tuple[Loss, Tensor]:
-    """`_chunk` for losses from `of_token`, whose gradient autograd computes on whole rows of logits."""
+    """Do what `_chunk` does for losses from `of_token`; autograd computes their gradient on whole rows of logits."""
     products = terms.multiply.fprop(hidden, weight).float()
     whole = products if terms.gather is None else terms.gather(products)
     valid = targets != IGNORE
@@ -175,7 +177,9 @@ def _own_chunk(
         logits = finish(leaf, logit_scale=terms.logit_scale, softcap=terms.softcap)
         each = of_token(logits, targets.clamp(min=0))
         if not isinstance(each, Tensor) or each.shape != targets.shape or not each.is_floating_point():
-            found = f"a tensor {list(each.shape)} of {each.dtype}" if isinstance(each, Tensor) else f"a {type(each).__name__}"
+            found = (
+                f"a tensor of shape {list(each.shape)}, {each.dtype}" if isinstance(each, Tensor) else f"a {type(each).__name__}"
+            )
             raise ValueError(
                 f"train.loss must return one floating-point value for each of {len(targets)} tokens, but returned {found}"
             )

@@ -1,8 +1,9 @@
-"""Deferred weight gradients: backward first computes the gradient for which the previous stage waits, and weight gradients when there is
-time.
+"""Deferred weight gradients: backward first computes the gradient for which the previous pipeline stage waits; weight gradients
+are computed later, when the rank would otherwise be idle.
 
-Zero-bubble schedules (Qi et al. 2024, arXiv:2401.10241) split a backward into I (gradient of the input) and W (of the weights). Functions
-whose weight gradient costs a matrix product hand it to `weight_gradient`; inside `deferring` the product goes to a queue, which W computes.
+Zero-bubble schedules (Qi et al. 2024, arXiv:2401.10241) split a backward into I (gradient of the input) and W (of the weights). A
+Function whose weight gradient needs a matrix product passes this product to `weight_gradient`. Inside `deferring` the product is
+put into a queue, and W computes it.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from torch import Tensor
 
 @dataclass
 class Queue:
-    """Weight gradients of one backward that are still to be computed."""
+    """The weight gradients of one backward that are not computed yet."""
 
     waiting: list[tuple[Tensor, Callable[[], Tensor]]] = field(default_factory=list)
 
@@ -42,8 +43,10 @@ def deferring(queue: Queue) -> Iterator[None]:
 
 
 def weight_gradient(weight: Tensor, gradient: Callable[[], Tensor]) -> Tensor | None:
-    """Return the gradient of `weight` for a Function's backward, or None if it was deferred. `gradient` may run later, without autograd,
-    and must not use anything that backward frees. `weight` is the leaf whose `.grad` it adds to."""
+    """Return the gradient of `weight` for a Function's backward, or None if it was deferred. `gradient` may be called later,
+    without autograd, so it must not use anything that backward frees. The result of `gradient` is added to the `.grad` of the
+    leaf `weight`.
+    """
     if _queue is None or not weight.is_leaf:
         return gradient()
     _queue.waiting.append((weight, gradient))

@@ -1,7 +1,7 @@
 """Random numbers for stochastic rounding, as a pure function of an element's place in the whole tensor and of the sample's number.
 
-Draws are indexed by a counter (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), so no generator has a state. A
-recomputed product gets the same bits, and so does every share of a tensor, under any plan.
+Each draw is a hash of a counter (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), so there is no generator
+with a state. A recomputed product therefore rounds to the same bits, and so does every share of a tensor, under any plan.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 SLAB = 1 << 16
-"""How many numbers are drawn at once: so few that the hash's 64-bit words stay in a processor's cache."""
+"""The number of random numbers that are drawn at once, so small that the hash's 64-bit words stay in a processor's cache."""
 
 # splitmix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"), in two's complement
 _STEP, _FIRST, _SECOND = (word - (1 << 64) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -29,9 +29,9 @@ class Tokens:
     positions: Tensor
     """int64 [seq]: position of each token in its whole sequence"""
     wide: bool = False
-    """True if every product is wide now, under any recipe."""
+    """True while every product is computed wide, whatever the recipe."""
     raised: frozenset[str] = frozenset()
-    """Parts of the model (`blocks.3`) whose products are wide now."""
+    """Names of the model's parts (such as `blocks.3`) whose products are now computed wide."""
 
     @property
     def numbers(self) -> Tensor:
@@ -44,7 +44,7 @@ _tokens: Tokens | None = None  # of the process, not of a thread: on CUDA, torch
 
 @contextmanager
 def working_on(tokens: Tokens | None) -> Iterator[None]:
-    """Inside this context, forwards and backwards work on `tokens`."""
+    """Inside this context, forwards and backwards process `tokens`."""
     global _tokens
     before, _tokens = _tokens, tokens
     try:
@@ -54,7 +54,7 @@ def working_on(tokens: Tokens | None) -> Iterator[None]:
 
 
 def tokens_at_work() -> Tokens | None:
-    """Return the tokens that this process works on now; None if not set."""
+    """Return the tokens that this process is computing on; None if not set."""
     return _tokens
 
 

@@ -30,17 +30,17 @@ class Element:
 
     @property
     def lowest(self) -> int:
-        """Exponent of the smallest normal number; numbers below it have the same spacing as numbers there."""
+        """Exponent of the smallest normal number. Subnormal numbers have the spacing of this exponent."""
         return 2 - 2 ** (self.exponent - 1)
 
     @property
     def top(self) -> int:
-        """Exponent of the largest number."""
+        """Exponent of the format's largest number."""
         return math.frexp(self.largest)[1] - 1
 
     @property
     def fraction(self) -> int:
-        """The fraction bits of the largest number, in fp32."""
+        """The fraction bits of the format's largest number, in fp32."""
         return int((self.largest / 2**self.top - 1) * 2**MANTISSA)
 
 
@@ -51,7 +51,8 @@ ELEMENTS: Mapping[str, Element] = {element.name: element for element in (E4M3, E
 
 
 def spacing(values: Tensor, element: Element) -> Tensor:
-    """The distance between the numbers of the format around each of `values` (fp32, finite), as if the format had no largest number."""
+    """Return the distance between neighbouring numbers of the format around each of `values` (fp32, finite), as if the format had
+    no largest number."""
     bits = values.view(torch.int32).bitwise_and(EXPONENTS)
     return bits.clamp_(min=(127 + element.lowest) << MANTISSA).sub_(element.mantissa << MANTISSA).view(torch.float32)
 
@@ -80,7 +81,8 @@ def stochastic(steps: Tensor, draws: Tensor) -> Tensor:
 
 
 def encode(values: Tensor, element: Element, draws: Tensor | None = None) -> Tensor:
-    """The codes (uint8) of `rounded` values. In a format without NaN, a NaN gets the code 0, because its block's scale is NaN."""
+    """Return the codes (uint8) of `rounded` values. In a format without NaN, a NaN gets the code 0, because its block's scale is
+    NaN."""
     held = rounded(values, element, draws)
     if element.dtype is not None:
         return held.to(element.dtype).view(torch.uint8)
@@ -97,7 +99,6 @@ def decode(codes: Tensor, element: Element, dtype: torch.dtype = torch.float32) 
 
 @cache
 def _numbers(element: Element) -> tuple[float, ...]:
-    """The number that each code represents."""
     numbers = []
     for code in range(1 << (1 + element.exponent + element.mantissa)):
         sign = -1.0 if code >> (element.exponent + element.mantissa) else 1.0
@@ -109,7 +110,7 @@ def _numbers(element: Element) -> tuple[float, ...]:
 
 
 def _beyond(element: Element, fraction: float) -> float:
-    """Value of a code above the largest number's: E5M2 has an infinity, E4M3 has none."""
+    """Return the value of a code above that of the largest number: infinity or NaN in E5M2, NaN in E4M3."""
     return float("inf") if element is E5M2 and fraction == 0 else float("nan")
 
 
@@ -117,9 +118,9 @@ def _beyond(element: Element, fraction: float) -> float:
 
 
 def exponent_up(amax: Tensor, element: Element) -> Tensor:
-    """The smallest k with amax <= largest * 2^k, from -127 to 127: with a scale of 2^k nothing saturates. amax is fp32, the result int32.
+    """Return the smallest k (int32) from -127 to 127 with amax (fp32) <= largest * 2^k: with a scale of 2^k no number saturates.
 
-    0 has k = 0. A NaN or an infinity gives 128, whose scale is NaN.
+    For amax = 0, k is 0. For a NaN or an infinity, k is 128, which stands for the scale NaN.
     """
     bits = amax.view(torch.int32)
     fraction = bits & (1 << MANTISSA) - 1
@@ -127,8 +128,8 @@ def exponent_up(amax: Tensor, element: Element) -> Tensor:
 
 
 def exponent_down(amax: Tensor, element: Element) -> Tensor:
-    """floor(log2(amax)) - the exponent of the largest number (OCP Microscaling Formats 1.0, section 6.3), from -127 to 127: values above
-    the largest number times 2^k saturate. NaN, infinities and 0 as in `exponent_up`."""
+    """Return floor(log2(amax)) less the exponent of the largest number, from -127 to 127 (OCP Microscaling Formats 1.0, section
+    6.3). Values above the largest number times 2^k saturate. NaN, infinities and 0 are treated as in `exponent_up`."""
     return _special((amax.view(torch.int32) >> MANTISSA) - 127 - element.top, amax)
 
 

@@ -14,34 +14,36 @@ ALIGNMENT = 16  # bytes that the strides of torch's grouped product are multiple
 
 
 class Sizes:
-    """The number of rows of each group, in order, on the host or only on the device. In the latter case only code that reads `host` waits
-    for them."""
+    """The number of rows of each group, in order, on the host or only on the device. If the number is only on the device, code
+    that reads `host` waits for the device."""
 
     def __init__(self, counts: Tensor | Sequence[int]) -> None:
         self._counts = counts if isinstance(counts, Tensor) else tuple(counts)
         self.tokens: Tensor | None = None
-        """int64 [rows]: the number of each row's token, for products that round stochastically."""
+        """int64 [rows]: the number of the token in each row; products that round stochastically need it."""
 
     @cached_property
     def host(self) -> tuple[int, ...]:
         return tuple(self._counts.tolist()) if isinstance(self._counts, Tensor) else self._counts
 
     def ends(self, device: torch.device) -> Tensor:
-        """Past-the-last row of each group, int32."""
+        """Return the end of each group, as the number of the row after its last row, int32."""
         counts = self._counts if isinstance(self._counts, Tensor) else torch.tensor(self._counts, device=device)
         return counts.cumsum(0).to(torch.int32)
 
 
 def grouped_plain(x: Tensor, weight: Tensor, sizes: Sizes) -> Tensor:
-    """The definition: x [rows, in], weight [groups, out, in] -> [rows, out]; rows of group g are multiplied by weight[g]ᵀ."""
+    """The plain definition: x [rows, in], weight [groups, out, in] -> [rows, out]. The rows of group g are multiplied by
+    weight[g]ᵀ."""
     parts = [F.linear(rows, matrix) for rows, matrix in zip(x.split(sizes.host), weight, strict=True)]
     return torch.cat(parts)
 
 
 def grouped_products(x: Tensor, matrices: Tensor, sizes: Sizes) -> Tensor:
-    """x [rows, a], matrices [groups, a, b] -> [rows, b]; in one launch if torch's grouped product can be used.
+    """Multiply each group's rows by its matrix: x [rows, a], matrices [groups, a, b] -> [rows, b]. One launch is enough if
+    torch's grouped product can be used.
 
-    `sizes` sum to the rows of x: torch's product leaves rows past the last group uninitialised.
+    `sizes` must add up to the rows of x, because torch's product leaves rows after the last group uninitialised.
     """
     if _torch_can(x, matrices):
         return F.grouped_mm(x, matrices, offs=sizes.ends(x.device))
@@ -56,7 +58,8 @@ def grouped_products(x: Tensor, matrices: Tensor, sizes: Sizes) -> Tensor:
 
 
 def grouped_outer_products(one: Tensor, other: Tensor, sizes: Sizes) -> Tensor:
-    """one [rows, a], other [rows, b] -> [groups, a, b]: one[g]ᵀ other[g] for the rows of each group g; zero if a group has no rows."""
+    """Return one[g]ᵀ other[g] for the rows of each group g: one [rows, a], other [rows, b] -> [groups, a, b]. The result is zero
+    for a group without rows."""
     if _torch_can(one, other):
         return F.grouped_mm(one.T, other, offs=sizes.ends(one.device))
     out = one.new_empty(len(sizes.host), one.shape[1], other.shape[1])
@@ -71,8 +74,8 @@ def grouped_outer_products(one: Tensor, other: Tensor, sizes: Sizes) -> Tensor:
 
 
 def _torch_can(one: Tensor, other: Tensor) -> bool:
-    """True if torch's grouped product is used: on the meta device, and on a GPU for aligned bf16, where it takes one launch. On a CPU it is
-    a loop that is slower than ours."""
+    """True if torch's grouped product is used: on the meta device, and on a GPU for aligned bf16, where it takes one launch. On a
+    CPU torch's grouped product is a loop that is slower than ours."""
     if one.device.type == "meta":
         return True
     sizes = (*one.shape[1:], *other.shape[1:])

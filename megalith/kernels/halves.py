@@ -1,8 +1,9 @@
 """Master weights in two halves: the bf16 compute weight, and the remaining bits of the fp32 weight.
 
-The upper half is the master weight rounded to bf16 with ties away from zero: half a unit in the last place is added to the bits, and the
-lower 16 are cut off. The difference fits 16 bits exactly. With ties to even it would not fit: an even number gets both neighbouring ties,
-so it would represent 65,537 numbers. With 8 bits of the difference a weight has 24 bits (FlashOptim, arXiv:2602.23349).
+The upper half is the master weight rounded to bf16 with ties away from zero: half a unit in the last place is added to the bits,
+and the lower 16 are cut off. The difference fits 16 bits exactly. With ties to even the difference would not fit: an even number
+would stand for both neighbouring ties, so for 65,537 numbers. If 8 bits of the difference are kept, a weight has 24 bits
+(FlashOptim, arXiv:2602.23349).
 """
 
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor
 def split(master: Tensor, bits: int, drawn: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Split master weights (fp32) into bf16 and a lower half of 16 or 8 `bits` (int16 or int8), of the same shape.
 
-    With 16 bits `join` restores the same numbers. With 8 bits they are rounded first: to the nearest, or stochastically by random words
-    (int32) `drawn` (Gupta et al. 2015, arXiv:1502.02551, section 3). A number that 24 bits represent is never changed.
+    With 16 bits `join` restores exactly the same weights. With 8 bits the weights are first rounded to 24 bits: to the nearest
+    number, or stochastically by the random words (int32) `drawn` (Gupta et al. 2015, arXiv:1502.02551, section 3). A number that
+    24 bits represent is never changed.
     """
     words = master.contiguous().view(torch.int32)
     if bits == 8:
@@ -25,7 +27,7 @@ def split(master: Tensor, bits: int, drawn: Tensor | None = None) -> tuple[Tenso
 
 
 def join(upper: Tensor, lower: Tensor) -> Tensor:
-    """The inverse: bf16, and int16 or int8 of the same shape -> fp32."""
+    """Invert `split`: bf16, and int16 or int8 of the same shape -> fp32."""
     low = lower.to(torch.int32)
     words = (upper.contiguous().view(torch.int16).to(torch.int32) << 16).add_(low if lower.dtype == torch.int16 else low << 8)
     return words.view(torch.float32)

@@ -1,8 +1,8 @@
 """Wide products that keep their inputs for backward in 8 bits.
 
-An input is needed again only for the gradient of the weight. So forward and the gradients of activations do not change. An exception are
-gradients through an activation function, whose factors are kept in 8 bits as well. A tile of a row shares a scale, the smallest power of
-two at which nothing saturates.
+Only the gradient of the weight needs the kept input, so 8 bits change neither forward nor the gradients of activations. The only
+exceptions are gradients through an activation function whose factors are kept in 8 bits too. A tile of a row shares a scale, the
+smallest power of two at which nothing saturates.
 """
 
 from typing import Any, Self
@@ -19,16 +19,17 @@ from megalith.spec.numbers import BF16, PrecisionSpec, packed_tile
 
 
 class Packed(Multiply):
-    """Plain products whose inputs are kept in E4M3, with a scale in fp32 for each tile of a row. Layers that multiply the same tensor keep
-    it once."""
+    """Plain products whose inputs are kept in E4M3, with a scale in fp32 for each tile of a row. If several layers multiply the
+    same tensor, it is kept once."""
 
     def __init__(self, tile: int, *, inputs: bool = True, activations: bool = True) -> None:
-        """`inputs`: so are inputs that no activation gave; `activations`: so are an activation's factors, and its result as an input."""
+        """`inputs`: inputs that are not the result of an activation are kept in 8 bits; `activations`: an activation's factors,
+        and its result as an input, are kept in 8 bits."""
         super().__init__()
         self.scaling, self.inputs, self.activations = Scaling(E4M3, (1, tile)), inputs, activations
 
     def for_layer(self, *, inputs: bool, activations: bool) -> Multiply:
-        """Return the same recipe for a layer of which only some tensors are kept in 8 bits."""
+        """Return this recipe for a layer in which only some of these tensors are kept in 8 bits."""
         return type(self)(self.scaling.block[1], inputs=inputs, activations=activations)
 
     @classmethod
@@ -36,11 +37,11 @@ class Packed(Multiply):
         return cls(packed_tile(choices, BF16.name))
 
     def packed(self, x: Tensor) -> Tensor:
-        """Return x [..., columns] in the form in which it is kept."""
+        """Return the packed form of x [..., columns]."""
         return once(x, self.scaling, lambda: pack(x.reshape(-1, x.shape[-1]), self.scaling))
 
     def unpacked(self, kept: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-        """Return the numbers [rows, columns] of a kept form."""
+        """Return the numbers [rows, columns] of a packed form."""
         return unpack(kept, columns, self.scaling, dtype)
 
     def activated(self, activation: Activation, gate: Tensor | None, up: Tensor) -> Tensor:
@@ -50,7 +51,7 @@ class Packed(Multiply):
 
     @staticmethod
     def mark(out: Any) -> Tensor:
-        """Return the result of an activation, which `keeping` then knows."""
+        """Mark the result of an activation, so that `keeping` recognises it, and return it."""
         setattr(out, _RESULT, True)
         return out
 
@@ -65,11 +66,11 @@ class Packed(Multiply):
 
 
 _RESULT = "_megalith_result"
-"""Attribute of a tensor that an activation gave."""
+"""Attribute by which the result of an activation is recognised."""
 
 
 class _Activated(torch.autograd.Function):
-    """activation(gate) * up, or activation(up), whose factors are kept in 8 bits. Backward computes the activation again."""
+    """Compute activation(gate) * up, or activation(up), and keep the factors in 8 bits. Backward computes the activation again."""
 
     @staticmethod
     def forward(ctx: Any, activation: Activation, gate: Tensor | None, up: Tensor, recipe: Packed) -> Tensor:

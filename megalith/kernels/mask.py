@@ -1,7 +1,9 @@
-"""Visible keys of each query, cut into whole rectangles and triangles. This is arithmetic on positions: no mask tensor is ever made.
+"""The visible keys of each query, cut into rectangles and triangles. The blocks come from arithmetic on positions: no mask tensor
+is ever created.
 
 A token sees itself and the tokens of its document before it, or the last `window` of them. The mask between a set of queries and
-a set of keys is then a staircase. It consists of rectangles and triangles, which attention kernels compute at full speed.
+a set of keys is then a staircase. This staircase consists of rectangles and triangles, which attention kernels compute at full
+speed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,10 +16,11 @@ Segments = tuple[Segment, ...]  # in rising order
 
 
 class MaskBlock(NamedTuple):
-    """Queries [query, query + queries) of one tensor and keys [key, key + keys) of another, both numbered along their tensor.
+    """A block of visible pairs: queries [query, query + queries) of one tensor and keys [key, key + keys) of another, numbered by
+    their place in these tensors.
 
-    `sees`: each query sees "all" keys; or, with equally many keys, the "past" (query t sees the first t + 1 keys) or the "future" (query t
-    sees all but the first t keys).
+    `sees`: with "all", each query sees all keys. With equally many keys and queries, "past" means that query t sees the first t +
+    1 keys, and "future" that it sees all but the first t keys.
     """
 
     query: int
@@ -33,7 +36,7 @@ class MaskBlock(NamedTuple):
 
 
 class MaskRows(NamedTuple):
-    """Rows [first, end) of a batch, and the blocks of visible pairs of each row."""
+    """Rows [first, end) of a batch, and the blocks of visible pairs that each of these rows has."""
 
     first: int
     end: int
@@ -54,7 +57,8 @@ class _Spot(NamedTuple):
 def mask_rows(
     queries: Segments, keys: Segments, *, batch: int, segments: Sequence[tuple[int, ...]] | None = None, window: int | None = None
 ) -> tuple[MaskRows, ...]:
-    """Return the visible keys at `keys` of rows of queries at the positions `queries`; neighbouring rows with the same blocks are grouped.
+    """Return the blocks of keys at `keys` that queries at `queries` see, for each row of a batch; neighbouring rows with the same
+    blocks are grouped.
 
     `segments`: the lengths of the documents of each whole row; None: each row is one document.
     """
@@ -72,7 +76,7 @@ def mask_rows(
 def mask_blocks(
     queries: Segments, keys: Segments, lengths: tuple[int, ...] | None = None, window: int | None = None
 ) -> tuple[MaskBlock, ...]:
-    """Return the visible keys at `keys` of the queries at `queries`, in one row whose documents have these `lengths`."""
+    """Return the blocks of keys at `keys` that queries at `queries` see, in one row whose documents have these `lengths`."""
     whole = max(end for _, end in (*queries, *keys))
     ends = list(accumulate(lengths)) if lengths else [whole]
     assert ends[-1] >= whole, (lengths, whole)
@@ -89,7 +93,6 @@ def mask_blocks(
 
 
 def _spots(runs: Segments, first: int, end: int) -> Iterator[_Spot]:
-    """The parts of `runs` that lie in [first, end)."""
     local = 0
     for start, stop in runs:
         low, high = max(start, first), min(stop, end)
@@ -99,8 +102,8 @@ def _spots(runs: Segments, first: int, end: int) -> Iterator[_Spot]:
 
 
 def _pairs(q: _Spot, k: _Spot, window: int) -> Iterator[MaskBlock]:
-    """Yield blocks in which position i sees the positions j with i - window < j <= i. They have at most `window` queries, whose keys form a
-    triangle of the oldest, a rectangle, and a triangle of the newest."""
+    """Yield blocks in which position i sees the positions j with i - window < j <= i. Each block has at most `window` queries.
+    The block's keys form a triangle of the oldest keys, a rectangle, and a triangle of the newest keys."""
 
     def pair(queries: Segment, keys: Segment, sees: Literal["all", "past", "future"]) -> Iterator[MaskBlock]:
         (i, i_end), (j, j_end) = queries, keys
@@ -120,7 +123,6 @@ def _pairs(q: _Spot, k: _Spot, window: int) -> Iterator[MaskBlock]:
 
 
 def _joined(pairs: Sequence[MaskBlock]) -> Iterator[MaskBlock]:
-    """Join neighbouring rectangles, for fewer and larger calls."""
     last: MaskBlock | None = None
     for pair in pairs:
         if last is None:

@@ -1,8 +1,8 @@
 """Low-bit moments: the exact form in which an optimizer's tensors are kept between two updates.
 
-In 8 bits a row [..., n] is cut into blocks. A block is its codes in E4M3, followed by one byte of E8M0: the power of two by which they are
-multiplied, which is the smallest with which no number saturates. A mean of squares is kept as its root. Ranks that split a tensor between
-blocks hold parts of the same bytes as a rank that holds it whole.
+In 8 bits a row [..., n] is cut into blocks. A block consists of its codes in E4M3 and one byte of E8M0. The byte is the power of
+two by which the codes are multiplied, the smallest with which no number saturates. For a mean of squares, its root is stored.
+Ranks that split a tensor at the borders of blocks hold parts of the same bytes as a rank that holds all of it.
 
 Rounding is stochastic: a moment moves by a tenth or a hundredth of its distance from a gradient, so rounding to the nearest of few numbers
 would leave most moments unchanged (Gupta et al. 2015, arXiv:1502.02551, section 3). Draws are a function of the update and of an element's
@@ -17,14 +17,15 @@ from torch import Tensor
 from megalith.kernels.elements import E4M3, decode, decode_exponent, encode_exponent, exponent_up, power, rounded
 
 MINIMUM = 2.0 ** (E4M3.lowest - E4M3.mantissa)
-"""The smallest number above 0. A root that is not 0 is at least this, because with a denominator of 0 an update would be unbounded."""
+"""The smallest number above 0 in E4M3. A root that is not 0 is stored as at least this number, because an update with a
+denominator of 0 would be unbounded."""
 _ODD = (0x7FEB352D, 0x846CA68B)
 _GOLDEN = 0x9E3779B9
 _WORD = 0xFFFFFFFF
 
 
 def seed_of_draws(name: str, slot: str, number: int) -> int:
-    """The seed of a tensor's draws in an update: 32 bits."""
+    """Return the seed (32 bits) of the draws for one tensor in one update."""
     found = number & _WORD
     for octet in f"{slot}.{name}".encode():
         found = mixed(found ^ octet)
@@ -74,7 +75,7 @@ def pack(numbers: Tensor, into: Tensor, block: int, drawn: Tensor, *, root: bool
 
 
 def unpack(packed: Tensor, block: int, columns: int, *, root: bool) -> Tensor:
-    """The inverse: uint8 [rows, columns + blocks] -> fp32 [rows, columns]."""
+    """Invert `pack`: uint8 [rows, columns + blocks] -> fp32 [rows, columns]."""
     found = torch.empty(packed.shape[0], columns, dtype=torch.float32, device=packed.device)
     for here, where in _spans(columns, block):
         pieces = _cut(packed[:, where], block + 1)
@@ -91,7 +92,7 @@ def narrow(numbers: Tensor, into: Tensor, drawn: Tensor) -> None:
 
 
 def rows_of(shape: Sequence[int], offset: Sequence[int], sizes: Sequence[int], device: torch.device) -> Tensor:
-    """Return the row numbers (int64), in the whole tensor [..., rows, columns], of the rows of a box, in order."""
+    """Return the row number in the whole tensor [..., rows, columns] of each row of a box, in order (int64)."""
     found = torch.zeros((), dtype=torch.int64, device=device)
     for size, start, here in zip(shape[:-1], offset[:-1], sizes[:-1], strict=True):
         found = found[..., None] * size + torch.arange(start, start + here, device=device)
@@ -99,7 +100,7 @@ def rows_of(shape: Sequence[int], offset: Sequence[int], sizes: Sequence[int], d
 
 
 def _spans(columns: int, block: int) -> list[tuple[slice, slice]]:
-    """Yield the columns of a row's whole blocks, and those of a short last block, each with the bytes that hold them."""
+    """Return the columns of a row's whole blocks, and the columns of a short last block, each with the bytes that hold them."""
     whole = columns // block * block
     edge = whole // block * (block + 1)
     found = [(slice(0, whole), slice(0, edge))] if whole else []

@@ -1,4 +1,4 @@
-"""The only code for matrix products with a weight: forward, gradient of the input, gradient of the weight.
+"""The only code for matrix products with a weight: forward, the gradient of the input, and the gradient of the weight.
 
 A recipe determines how the three products are computed, for instance in narrow formats: it is a subclass of `Multiply` that overrides them,
 and a row in `parallel.precision.RECIPES`. Layers, experts, the output and overlapped communication multiply by a weight only through
@@ -19,13 +19,13 @@ from megalith.kernels.quantise import Scaling
 from megalith.spec.numbers import PrecisionSpec
 
 OUTSIDE: Mapping[str, str] = {
-    "Router": "computes scores in fp32 under every recipe, because rounded scores choose other experts (Fedus et al. 2022, section 2.4)",
-    "Embedding": "looks up rows and adds up their gradients: nothing is multiplied",
-    "CausalConv": "weighs each channel by itself: elementwise, bound by memory",
-    "CausalCore": "multiplies activations with activations, in the formats of its kernels",
-    "MambaCore": "multiplies activations with states in fp32: its sums run over the whole sequence",
+    "Router": "the router computes in fp32 with any recipe, because rounded scores choose other experts (Fedus et al. 2022, section 2.4)",
+    "Embedding": "the embedding looks up rows and adds up their gradients, and multiplies nothing",
+    "CausalConv": "the convolution multiplies each channel by itself, elementwise, and is bound by memory",
+    "CausalCore": "the attention core multiplies activations with activations, in the formats of attention kernels",
+    "MambaCore": "the Mamba core multiplies activations with states in fp32, because its sums run over the whole sequence",
 }
-"""Modules that hold matrices or multiply, but do not use `Multiply`: class -> reason."""
+"""Map from modules that hold matrices or multiply, but do not use `Multiply`, to the reason."""
 
 
 Activation = Callable[[Tensor], Tensor]
@@ -33,11 +33,11 @@ Activation = Callable[[Tensor], Tensor]
 
 
 class Formed(NamedTuple):
-    """The input of a product, given by the factors from which it can be formed again."""
+    """The input of a product, given by the factors from which it can be computed again."""
 
     activation: Activation
     factors: tuple[Tensor, ...]
-    """The gate, if there is one, and `up`."""
+    """The factors: the gate, if there is one, and `up`."""
 
     def form(self) -> Tensor:
         """Return activation(gate) * up, or activation(up)."""
@@ -56,40 +56,42 @@ class Formed(NamedTuple):
 
 
 class Multiply(nn.Module):
-    """x Wᵀ + b by the plain recipe: factors in their own format, sums in fp32, rounded once.
+    """Computes x Wᵀ + b by the plain recipe: factors in their own format, sums in fp32, rounded once.
 
-    Every module that multiplies by a weight has one, without parameters. Another recipe is a subclass that overrides `fprop`, `dgrad` and
-    `wgrad`.
+    Every module that multiplies by a weight has a `Multiply`, which has no parameters. Another recipe is a subclass that
+    overrides `fprop`, `dgrad` and `wgrad`.
     """
 
     forms: bool = False
-    """True if the result of an activation is not kept for the gradient of the next weight, but formed again (`Formed`)."""
+    """True if the result of an activation is not kept for the gradient of the next weight, but computed again from its factors
+    (`Formed`)."""
     draws: bool = False
-    """True if products of this recipe round stochastically, which depends on the tokens (`kernels.draws`)."""
+    """True if products of this recipe round stochastically, with draws that depend on the tokens (`kernels.draws`)."""
 
     @classmethod
     def of(cls, choices: PrecisionSpec) -> Self:
-        """Return the recipe for a run's choices; the plain recipe has no choices."""
+        """Return the recipe with a run's settings. The plain recipe has no settings."""
         return cls()
 
     @property
     def dispatched_as(self) -> Scaling | None:
-        """The format in which rows are sent to experts that multiply by this recipe now; None: their own."""
+        """The format in which rows are now sent to experts that use this recipe; None: the rows' own format."""
         return None
 
     @property
     def gradients_dispatched_as(self) -> Scaling | None:
-        """The format in which gradients of results are sent to experts that multiply by this recipe now; None: their own."""
+        """The format in which gradients of results are now sent to experts that use this recipe; None: the gradients' own format."""
         return None
 
     @property
     def gathered_as(self) -> Scaling | None:
-        """The format in which shards of weights are gathered for products by this recipe now; None: their own."""
+        """The format in which shards of weights are now gathered for products with this recipe; None: the weights' own format."""
         return None
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, sizes: Sizes | None = None) -> Tensor:
-        """x [..., in], weight [out, in], bias [out] -> [..., out]. Differentiable; the weight's gradient can be deferred. With `sizes`, x
-        [rows, in] has the rows of consecutive groups, whose number `sizes` gives, and weight is [groups, out, in], without a bias.
+        """x [..., in], weight [out, in], bias [out] -> [..., out]. The product is differentiable, and its weight gradient can be
+        deferred. With `sizes`, the rows of x [rows, in] form consecutive groups of these sizes, and weight is [groups, out, in],
+        without a bias.
         """
         if not torch.compiler.is_compiling():
             return _Multiply.apply(x, weight, bias, sizes, self, torch.is_grad_enabled())  # pyright: ignore[reportReturnType]
@@ -107,7 +109,8 @@ class Multiply(nn.Module):
         return out if bias is None else out.add_(bias)
 
     def activated(self, activation: Activation, gate: Tensor | None, up: Tensor) -> Tensor:
-        """Return activation(gate) * up, or activation(up) without a gate: the input of a product by this recipe. Differentiable."""
+        """Return activation(gate) * up, or activation(up) without a gate, as the input of a product with this recipe.
+        Differentiable."""
         if self.forms and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             factors = (up,) if gate is None else (gate, up)
             out = _Activated.apply(activation, *factors)
@@ -121,7 +124,7 @@ class Multiply(nn.Module):
     def keeping(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, sizes: Sizes | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return `fprop`, and the form of x that is kept for the weight's gradient."""
+        """Return the result of `fprop`, and the form of x that is kept for the weight's gradient."""
         return self.fprop(x, weight, bias, sizes=sizes), x
 
     def restored(self, kept: Tensor, inputs: int, dtype: torch.dtype) -> Tensor:
@@ -129,8 +132,8 @@ class Multiply(nn.Module):
         return _rows(kept)
 
     def dgrad(self, grad: Tensor, weight: Tensor, *, sizes: Sizes | None = None, out: Tensor | None = None) -> Tensor:
-        """grad W, the gradient of x: grad [..., out] -> [..., in], without a graph. The result is written to `out` [rows, in] if that is
-        given."""
+        """grad W, the gradient of x: grad [..., out] -> [..., in], without a graph. If `out` [rows, in] is given, the result is
+        written to it."""
         return product(grad, weight, out=out) if sizes is None else grouped_products(grad, weight, sizes)
 
     def wgrad(self, grad: Tensor, x: Tensor, *, sizes: Sizes | None = None) -> Tensor:
@@ -138,7 +141,7 @@ class Multiply(nn.Module):
         return product(grad.T, x) if sizes is None else grouped_outer_products(grad, x, sizes)
 
     def gradient_of(self, weight: Tensor, grad: Tensor, kept: Tensor | Formed, *, sizes: Sizes | None = None) -> Tensor | None:
-        """The gradient of `weight` from grad [rows, out] and the kept form of x [..., in], or None if it is deferred."""
+        """Return the gradient of `weight` from grad [rows, out] and the kept form of x [..., in]; None if it is deferred."""
 
         def make() -> Tensor:
             x = kept.form() if isinstance(kept, Formed) else kept
@@ -160,7 +163,6 @@ class _Multiply(torch.autograd.Function):
     def forward(
         ctx, x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sizes | None, multiply: Multiply, follows: bool
     ) -> Tensor:
-        """`follows`: True if a backward follows."""
         if not follows:
             return multiply.fprop(x, weight, bias, sizes=sizes)
         out, kept = multiply.keeping(x, weight, bias, sizes=sizes)
@@ -185,11 +187,11 @@ class _Multiply(torch.autograd.Function):
 
 
 _FORMED = "_megalith_formed"
-"""Attribute of a tensor that a product need not keep: the factors from which it is formed."""
+"""Attribute of a tensor that a product need not keep; it holds the factors from which the tensor can be computed again."""
 
 
 class _Activated(torch.autograd.Function):
-    """activation(gate) * up, or activation(up). It keeps only these factors."""
+    """activation(gate) * up, or activation(up). Only the factors are kept for backward."""
 
     @staticmethod
     def forward(ctx, activation: Activation, *factors: Tensor) -> Tensor:
@@ -203,7 +205,7 @@ class _Activated(torch.autograd.Function):
 
 
 class _Compiled(torch.autograd.Function):
-    """The same product for a compiler, which must see the tensors that backward uses."""
+    """Compute the same product for a compiler, which must see all tensors that backward uses."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, multiply: Multiply) -> Tensor:

@@ -1,9 +1,9 @@
-"""Recipes for products whose factors have formats of 8 or 4 bits.
-
-If scales are powers of two, bf16 represents every such number, and a product is one bf16 product of rounded factors. NVFP4's scales and
-fp32 scales are no powers of two, so these products are computed in fp32 and rounded once. The formats' definition adds up one fp32 partial
-sum for each tile of the inner dim; here the order of sums differs. Each factor is rounded along the dim over which its product sums. Such a
-product is no faster than bf16: it only gives the numbers of hardware that multiplies in few bits. `kernels.scaled` multiplies in 8 bits.
+"""Recipes for products whose factors are in formats of 8 or 4 bits. If scales are powers of two, bf16 represents each scaled
+number exactly, and the product is a bf16 product of rounded factors. NVFP4's scales and fp32 scales are not powers of two, so
+products with these scales are computed in fp32 and rounded once. By definition of these formats, each tile of the inner dim gives
+one fp32 partial sum; here the order of sums differs. Each factor is rounded along the dim over which its product sums. Such a
+product is no faster than one in bf16: it only computes the numbers that hardware with few bits would compute. `kernels.scaled`
+multiplies in 8 bits.
 """
 
 from abc import ABC, abstractmethod
@@ -25,12 +25,12 @@ from megalith.kernels.scaled import Factor, multiplies, scaled_product
 from megalith.spec.numbers import PrecisionSpec
 
 SLAB = 1 << 16
-"""How many numbers are rounded at once: so few that their copies in fp32 stay in a processor's cache."""
+"""The number of elements that are rounded at once, so small that their copies in fp32 stay in a processor's cache."""
 
 
 def in_slabs(x: Tensor, scaling: Scaling, draws: Tensor | None = None, lost: Tensor | None = None) -> Tensor:
-    """Return the numbers of `narrowed(x, scaling)`, x and draws [..., rows, columns], computed some rows at a time: in the dtype of x if
-    scales are powers of two, else in fp32. `lost` as in `narrowed`."""
+    """Return `narrowed(x, scaling)`, computed some rows at a time: x and draws [..., rows, columns]. The result has the dtype of
+    x if scales are powers of two, else fp32. `lost` as in `narrowed`."""
     if x.device.type != "cpu":
         return narrowed(x, scaling, draws=draws, lost=lost)
     height, columns = scaling.block[0], x.shape[-1]
@@ -47,9 +47,9 @@ def in_slabs(x: Tensor, scaling: Scaling, draws: Tensor | None = None, lost: Ten
 
 
 def rotated(x: Tensor, size: int) -> Tensor:
-    """Return fp32 x [rows, columns] with each `size` rows, a power of two, replaced by their random Hadamard transform: the orthogonal
-    matrix H D, where D has fixed random signs (NVIDIA 2025, arXiv:2509.25149, section 4.2). It spreads an outlier over the rows, and (H D
-    a)ᵀ (H D b) = aᵀ b.
+    """Return fp32 x [rows, columns] with each `size` rows, a power of two, replaced by their random Hadamard transform: the
+    orthogonal matrix H D, where D has fixed random signs (NVIDIA 2025, arXiv:2509.25149, section 4.2). The transform spreads an
+    outlier over the rows, and (H D a)ᵀ (H D b) = aᵀ b.
 
     Sums have a fixed order, so equal rows give equal bits on every machine.
     """
@@ -64,35 +64,36 @@ def rotated(x: Tensor, size: int) -> Tensor:
 
 
 TOKENS, INPUTS, OUTPUTS = "tokens", "inputs", "outputs"
-"""Dims of a product's factors."""
+"""The dims that factors of a product can have."""
 FACTORS = {(TOKENS, INPUTS): "inputs", (OUTPUTS, INPUTS): "weight", (TOKENS, OUTPUTS): "gradients of outputs"}
 """The tensors of a layer that are factors of products, by their dims."""
 HISTORY = "multiply.history"
-"""Name, within a layer, of the buffer that a recipe with delayed scaling has."""
+"""Name, within a layer, of the buffer of maxima that a recipe with delayed scaling has."""
 
 
 class Blocks(NamedTuple):
-    """Rows and columns of each factor that share a scale."""
+    """How many rows and columns of each factor share a scale."""
 
     along: tuple[int, int]
-    """Activations and gradients, in products that sum over their columns"""
+    """Block of activations and gradients, in products that sum over their columns"""
     down: tuple[int, int]
-    """Activations and gradients, in products that sum over their rows, the tokens"""
+    """Block of activations and gradients, in products that sum over their rows, which are tokens"""
     weight_along: tuple[int, int]
     weight_down: tuple[int, int]
 
 
 class Narrow(Multiply, ABC):
-    """A product whose factors are rounded to few bits. A subclass determines which of their numbers share a scale."""
+    """A product whose factors are rounded to few bits. A subclass decides which numbers of a factor share a scale."""
 
     tile: ClassVar[int] = 0
     element: ClassVar[Element] = E4M3
     scale: ClassVar[Scale | None] = None
-    """None: the scale that the run's `precision.scale` chooses."""
+    """None: the run's `precision.scale` chooses the scale."""
     history: Tensor | None
-    """fp32 [factors, steps]: the largest numbers of the last steps' tensors, newest first; None: scales follow the current numbers."""
+    """fp32 [factors, steps]: the largest numbers of each factor in the last steps, newest first; None: scales follow the current
+    numbers."""
     latest: Tensor | None
-    """fp32 [factors]: the largest numbers of this step so far, on this rank"""
+    """fp32 [factors]: the largest numbers of each factor in this step so far, on this rank"""
 
     def __init__(self, choices: PrecisionSpec | None = None) -> None:
         super().__init__()
@@ -107,20 +108,20 @@ class Narrow(Multiply, ABC):
             Scaling(self.element, block, scale, late) for block in (blocks.weight_along, blocks.weight_down)
         )
         self.codes = choices.multiply == "codes"
-        """True if factors are multiplied in 8 bits if the device can."""
+        """True if factors are multiplied in 8 bits on devices that can do so."""
         self.draws = choices.rounding == "stochastic"
         self.rotation = size if choices.hadamard else 0
-        """Tokens that are rotated together before a weight gradient's factors are rounded; 0: none are."""
+        """Number of tokens that are rotated together before a weight gradient's factors are rounded; 0: no rotation."""
         self.shares: dict[str, Share] = {}
-        """For each dim that is split over ranks: the function that takes maxima over them."""
+        """For each dim that is split over ranks, the function that takes maxima over these ranks."""
         self.layer = ""
         """The layer's name in the model."""
         self.first_output = 0
-        """Number of the first of the layer's outputs that this rank has."""
+        """Number of the first output of the layer that this rank has."""
         self.partial = False
-        """True if this rank's gradient of the outputs is only a part of a sum."""
+        """True if this rank's gradient of the outputs is only a partial sum."""
         self.microbatch = ALL
-        """The number of tokens over which a maximum is taken, if several microbatches are multiplied at once."""
+        """The number of tokens over which one maximum is taken, if several microbatches are multiplied at once."""
         self.register_buffer("history", None)
         self.register_buffer("latest", None, persistent=False)
 
@@ -129,20 +130,20 @@ class Narrow(Multiply, ABC):
         return cls(choices)
 
     def remember(self, steps: int, device: torch.device) -> None:
-        """Switch to delayed scaling: scales follow the largest number of each tensor over the last `steps` steps (Micikevicius et al. 2022,
-        arXiv:2209.05433, section 4.2; Transformer Engine's `DelayedScaling`)."""
+        """Switch to delayed scaling: each scale follows the largest number of its tensor in the last `steps` steps (Micikevicius
+        et al. 2022, arXiv:2209.05433, section 4.2; Transformer Engine's `DelayedScaling`)."""
         self.history = torch.zeros(len(FACTORS), steps, device=device)
         self.latest = torch.zeros(len(FACTORS), device=device)
 
     def take_in(self, largest: Tensor) -> None:
-        """Record the largest numbers [factors] of a step's tensors, over all microbatches and ranks, after the step."""
+        """After a step, record the largest number of each factor [factors] over all its microbatches and all ranks."""
         assert self.history is not None and self.latest is not None
         self.history.copy_(torch.cat((largest[:, None], self.history[:, :-1]), 1))
         self.latest.zero_()
 
     def followed(self) -> dict[str, "TrackedMaxima"]:
-        """Return the maxima that the next step's scales follow, by layer and factor, except for gradients that are partial sums
-        of a rank."""
+        """Return the maxima that the next step's scales will follow, by layer and factor. Gradients that are partial sums on a
+        rank are left out."""
         assert self.history is not None
         largest = zip(FACTORS.items(), self.history.amax(1).tolist(), strict=True)
         return {
@@ -154,7 +155,7 @@ class Narrow(Multiply, ABC):
     @classmethod
     @abstractmethod
     def blocks(cls, tile: int) -> Blocks:
-        """Return which numbers share a scale."""
+        """Return the blocks of numbers that share a scale."""
 
     def fprop(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, sizes: Sizes | None = None) -> Tensor:
         if self._wide:
@@ -182,16 +183,14 @@ class Narrow(Multiply, ABC):
 
     @property
     def kept_as(self) -> Scaling:
-        """The format in which rounded inputs are kept for backward without error: their own format, with a scale for each row of a block
-        that follows the row's largest number."""
+        """The format in which rounded inputs are kept for backward without a further error: their own format, but with a scale
+        for each row of a block, from that row's largest number."""
         return replace(self.along, block=(1, self.along.block[1]), scale="up", saturates=False)
 
     def _inputs(self, x: Tensor, sizes: Sizes | None) -> Tensor:
-        """Round the inputs of a product in forward."""
         return self._tokens(x, self.along, INPUTS, grouped=sizes is not None)
 
     def _product(self, rows: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sizes | None) -> Tensor:
-        """Multiply rounded inputs, in their dtype."""
         bias = None if bias is None else bias.to(rows.dtype)
         return super().fprop(rows, self._weight(weight, self.weight_along), bias, sizes=sizes)
 
@@ -214,8 +213,8 @@ class Narrow(Multiply, ABC):
         return of_x if out is None else out.copy_(of_x)
 
     def wgrad(self, grad: Tensor, x: Tensor, *, sizes: Sizes | None = None) -> Tensor:
-        """gradᵀ x, the gradient of the weight, as in `Multiply`. Weight gradients of experts stay wide, because the plan determines which
-        tokens share a block."""
+        """gradᵀ x, the gradient of the weight, as in `Multiply`. Weight gradients of experts are computed wide, because the plan
+        would determine which tokens share a block."""
         if sizes is not None or self.choices.weight_gradient == "wide" or self._wide:
             return super().wgrad(grad, x, sizes=sizes)
         if self.codes and not self.draws and not self.rotation:
@@ -234,13 +233,12 @@ class Narrow(Multiply, ABC):
         return super().wgrad(grad, x).to(dtype)
 
     def _factor(self, x: Tensor, scaling: Scaling, rows: str, columns: str, *, down: bool = False) -> Factor:
-        """Return x [..., columns] as a factor of an 8-bit product."""
         share = self._share(scaling, rows, columns, whole=scaling.whole) if _spans(scaling) else None
         return Factor(x.reshape(-1, x.shape[-1]), scaling, share, down)
 
     def _in_codes(self, a: Factor, b: Factor) -> Tensor | None:
-        """Return the product of two factors in the dtype of the first; None if the device has no product for them, or if rounded numbers
-        must be counted."""
+        """Return the product of two factors in the dtype of the first. Return None if the device has no product for such factors,
+        or if losses by rounding must be counted."""
         apart = self.microbatch != ALL and any(ALL in each.scaling.block for each in (a, b))
         if _counts is not None or apart or not multiplies(a, b):
             return None
@@ -248,12 +246,11 @@ class Narrow(Multiply, ABC):
 
     @property
     def part(self) -> str:
-        """The part of the model that the layer belongs to: `blocks.3`."""
+        """The part of the model to which the layer belongs, such as `blocks.3`."""
         return ".".join(self.layer.split(".", 2)[:2])
 
     @property
     def _wide(self) -> bool:
-        """True if products are wide now."""
         work = tokens_at_work()
         if work is None:
             return False
@@ -277,7 +274,8 @@ class Narrow(Multiply, ABC):
         return None if self.choices.gather == "wide" or self._wide else self.weight_along
 
     def _draws(self, grad: Tensor, product: str, sizes: Sizes | None = None) -> Tensor | None:
-        """Return a random draw for each gradient of outputs [..., outputs], or None if gradients are rounded to nearest.
+        """Return a random draw for each element of the gradient of outputs [..., outputs], or None if gradients are rounded to
+        nearest.
 
         Raises RuntimeError if `kernels.draws.working_on` has not set the tokens.
         """
@@ -287,7 +285,7 @@ class Narrow(Multiply, ABC):
         numbers = work and (work.numbers if sizes is None else sizes.tokens)
         if numbers is None:
             raise RuntimeError(
-                f"{self.layer or 'a layer'} rounds gradients stochastically, but their tokens are not set: "
+                f"{self.layer or 'a layer'} rounds gradients stochastically, but the current tokens are not set: "
                 "run forward and backward inside kernels.draws.working_on"
             )
         outputs = range(self.first_output, self.first_output + grad.shape[-1])
@@ -296,7 +294,7 @@ class Narrow(Multiply, ABC):
     def _tokens(
         self, x: Tensor, scaling: Scaling, channels: str, *, grouped: bool = False, draws: Tensor | None = None
     ) -> Tensor:
-        """Round activations or gradients x [..., channels]. Tokens of experts (`grouped`) share no scale."""
+        """Round activations or gradients x [..., channels]. Tokens of experts (`grouped`) do not share a scale with each other."""
         if grouped and scaling.block[0] == ALL:
             scaling = replace(scaling, block=(1, scaling.block[1]))
         if not _spans(scaling):
@@ -311,14 +309,13 @@ class Narrow(Multiply, ABC):
         return narrowed(rows, scaling, share=share, draws=draws, lost=self._lost(x)).view(x.shape)
 
     def _weight(self, weight: Tensor, scaling: Scaling) -> Tensor:
-        """Round a weight [out, in], or the weights of experts [experts, out, in]."""
         if not _spans(scaling):
             return in_slabs(weight, scaling, lost=self._lost(weight))
         share = self._share(scaling, OUTPUTS, INPUTS, whole=scaling.whole)
         return narrowed(weight, scaling, share=share, lost=self._lost(weight))
 
     def _lost(self, x: Tensor) -> Tensor | None:
-        """Return the counts of the layer's part, on the device of x, if counts are being recorded."""
+        """Return the counts of rounding losses for the layer's part, on the device of x; None if losses are not being counted."""
         if _counts is None:
             return None
         if self.part not in _counts:
@@ -326,8 +323,8 @@ class Narrow(Multiply, ABC):
         return _counts[self.part]
 
     def _share(self, scaling: Scaling, rows: str, columns: str, *, whole: bool) -> Share | None:
-        """Return the function that takes maxima over the ranks that hold a part of a block, or of a matrix with a scale. `whole`: each
-        maximum is over a whole tensor."""
+        """Return the function that takes maxima over the ranks that hold a part of a block, or of a matrix with a scale. `whole`:
+        each maximum is that of a whole tensor."""
         cut = zip((rows, columns), scaling.block, strict=True)
         dims = [dim for dim, size in cut if (size == ALL or scaling.scale == "e4m3") and dim in self.shares]
         if not dims and _seen is None and self.history is None:
@@ -347,8 +344,8 @@ class Narrow(Multiply, ABC):
         return share
 
     def _delayed(self, amax: Tensor, factor: int) -> Tensor:
-        """Record the largest numbers of a factor; return the maximum of earlier steps instead, if there is one. An infinity is returned as
-        it is, because its scale must be NaN."""
+        """Record the maxima of a factor; if there is a maximum of earlier steps, return it instead of the current one. An
+        infinity is returned unchanged, because its scale must be NaN."""
         if self.history is None or self.latest is None or not amax.numel():
             return amax
         self.latest[factor] = torch.maximum(self.latest[factor], amax.max())
@@ -357,27 +354,28 @@ class Narrow(Multiply, ABC):
 
 
 class TrackedMaxima(NamedTuple):
-    """The maxima that the scales of one factor followed, over several products and ranks."""
+    """A summary of the maxima that the scales of one factor followed, over several products and ranks."""
 
     least: float
     total: float
     blocks: int
     whole: bool
-    """True if a maximum is over a whole tensor."""
+    """True if each maximum is that of a whole tensor."""
 
     @classmethod
     def of(cls, amax: Tensor, *, whole: bool) -> Self:
         return cls(float(amax.min()), float(amax.double().sum()), amax.numel(), whole)
 
     def joined(self, other: "TrackedMaxima | None") -> "TrackedMaxima":
-        """Return the maxima of both."""
+        """Return the summary of both summaries' maxima."""
         if other is None:
             return self
         return TrackedMaxima(min(self.least, other.least), self.total + other.total, self.blocks + other.blocks, self.whole)
 
     @property
     def value(self) -> float:
-        """The smallest maximum of tensors, or the mean maximum of rows. A rank that takes its part for the whole lowers it."""
+        """The smallest maximum of tensors, or the mean maximum of rows. A rank that mistakes its part for the whole tensor lowers
+        this value."""
         return self.least if self.whole else self.total / self.blocks
 
 
@@ -386,8 +384,8 @@ _seen: dict[str, TrackedMaxima] | None = None
 
 @contextmanager
 def maxima() -> Iterator[dict[str, TrackedMaxima]]:
-    """Inside this context, record the maxima that scales follow, by layer and factor, except for gradients that are partial sums of a
-    rank."""
+    """Inside this context, record the maxima that scales follow, by layer and factor. Gradients that are partial sums on a rank
+    are left out."""
     global _seen
     before, _seen = _seen, {}
     try:
@@ -401,8 +399,8 @@ _counts: dict[str, Tensor] | None = None
 
 @contextmanager
 def losses() -> Iterator[dict[str, Tensor]]:
-    """Inside this context, count by part of the model, int64 [3]: the numbers that products round, those that saturate, and those that
-    become 0."""
+    """Inside this context, count the numbers that products round, those that saturate, and those that become 0: int64 [3] for
+    each part of the model."""
     global _counts
     before, _counts = _counts, {}
     try:
@@ -412,7 +410,7 @@ def losses() -> Iterator[dict[str, Tensor]]:
 
 
 def _spans(scaling: Scaling) -> bool:
-    """Return True if a scale may follow numbers of several ranks."""
+    """True if one scale may depend on numbers of several ranks."""
     return ALL in scaling.block or scaling.scale == "e4m3"
 
 

@@ -1,4 +1,5 @@
-"""RMSNorm. In 16-bit formats on a CPU it computes a few rows at a time, so that the fp32 numbers between its passes stay in the cache."""
+"""RMSNorm. In 16-bit formats on a CPU, RMSNorm computes a few rows at a time, so that the fp32 numbers between its passes stay in
+the cache."""
 
 from collections.abc import Iterator
 
@@ -21,14 +22,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _some(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the same rows of each tensor, as many at a time as the cache holds; the first tensor is [..., dim]."""
+    """Yield the same rows of each tensor, as many at a time as fit the cache; the first tensor is [..., dim]."""
     rows = max(1, AT_ONCE // tensors[0].shape[-1])
     return zip(*(x.reshape(-1, x.shape[-1]).split(rows) for x in tensors), strict=True)
 
 
 @library.custom_op("megalith::rms_norm", mutates_args=())
 def rms_norm_cpu(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the normalised rows, and the factor of each row: fp32 [..., 1]."""
+    """Return the normalised rows, and the factor by which each row was multiplied: fp32 [..., 1]."""
     out, factor = _empty(x)
     wide_weight = weight.float()
     for some_x, some_out, some_factor in _some(x, out, factor):

@@ -1,4 +1,4 @@
-"""Torch's dtypes by the names of `spec/numbers.py`."""
+"""Torch's dtypes for the names of formats in `spec/numbers.py`."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -19,7 +19,7 @@ DTYPE: Mapping[str, torch.dtype] = {
 
 
 class Dtypes(NamedTuple):
-    """The dtypes of a training: of compute weights and activations, of master weights, of sums of gradients."""
+    """The dtypes of a training: of compute weights and activations, of master weights, and of gradient sums."""
 
     compute: torch.dtype
     master: torch.dtype
@@ -27,5 +27,5 @@ class Dtypes(NamedTuple):
 
     @classmethod
     def of(cls, precision: str, *, gradients: str = GRADIENT.number) -> "Dtypes":
-        """Return the formats of a row of PRECISIONS, with gradient sums in the format `gradients`."""
+        """Return the dtypes of a row of PRECISIONS, with gradient sums in the format `gradients`."""
         return cls(DTYPE[PRECISIONS[precision].compute.name], DTYPE[MASTER.number], DTYPE[gradients])

@@ -1,5 +1,6 @@
-"""Packs numbers in 8 bits, to be sent between ranks. Rows become one tensor of bytes, which one message carries: each row's codes, then its
-scales in fp32. Tiles of a weight become separate codes and scales, so that shards of each can be joined."""
+"""Pack numbers in 8 bits, to send them between ranks. Rows become one tensor of bytes, which one message can carry: each row
+consists of codes, followed by its scales in fp32. A weight in tiles becomes a tensor of codes and a tensor of scales, so that the
+shards of both can be joined."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 
@@ -10,9 +11,10 @@ from megalith.kernels.quantise import QuantisedTensor, Scaling, quantise
 from megalith.spec.numbers import SCALE_BYTES
 
 SLABS: Mapping[str, int] = {"cpu": 1 << 16}
-"""How many numbers are rounded at once, by the kind of device: on a processor so few that their fp32 copies stay in its cache."""
+"""The number of elements that are rounded at once, by kind of device; on a processor so few that their fp32 copies stay in the
+cache."""
 SLAB = 1 << 24
-"""How many numbers are rounded at once on a GPU: many, because launching kernels takes long."""
+"""The number of elements that are rounded at once on a GPU: many, because each launch of a kernel takes long."""
 
 
 def width_of(columns: int, scaling: Scaling) -> int:
@@ -21,7 +23,7 @@ def width_of(columns: int, scaling: Scaling) -> int:
 
 
 def pack(rows: Tensor, scaling: Scaling) -> Tensor:
-    """Return rows [rows, columns] in a format of 8 bits with scales of single rows: uint8 [rows, `width_of(columns)`]."""
+    """Pack rows [rows, columns] in a format of 8 bits, with separate scales for each row: uint8 [rows, `width_of(columns)`]."""
     assert scaling.block[0] == 1, scaling
     columns = rows.shape[1]
     out = rows.new_empty(len(rows), width_of(columns, scaling), dtype=torch.uint8)
@@ -45,7 +47,7 @@ def unpack(packed: Tensor, columns: int, scaling: Scaling, dtype: torch.dtype) -
 
 
 def once(x: Tensor, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
-    """Return make(x); if several layers multiply the same x, return the tensor that the first layer made."""
+    """Return make(x). If several layers multiply the same x, the later ones get the tensor that was made for the first layer."""
     known = getattr(x, _MADE, None)
     if known is None or known[:2] != (x._version, key):
         known = x._version, key, make()
@@ -83,11 +85,11 @@ def unpack_tiles(codes: Tensor, scales: Tensor, out: Tensor, scaling: Scaling) -
 
 
 def _blocks(rows: slice, scaling: Scaling) -> slice:
-    """Return the rows of scales that belong to these rows, which begin with the first row of a block."""
+    """Return the rows of a tensor of scales that belong to these rows of numbers. The rows of numbers begin with the first row of
+    a block."""
     return slice(rows.start // scaling.block[0], -(-rows.stop // scaling.block[0]))
 
 
 def _slabs(x: Tensor, block: int = 1) -> Iterator[slice]:
-    """Cut rows into slabs, each of whole blocks."""
     height = max(1, SLABS.get(x.device.type, SLAB) // max(1, x.shape[1] * block)) * block
     return (slice(first, first + height) for first in range(0, x.shape[0], height))

@@ -1,5 +1,5 @@
-"""Permutes copies of tokens, and back, by gathers along a permutation and its inverse. Scattered additions would be several times slower
-and, on a GPU, add in no fixed order."""
+"""Permute copies of tokens into another order and back, by gathers along a permutation and its inverse. Scattered additions would
+be several times slower and, on a GPU, would add in no fixed order."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ class Order:
 
     @classmethod
     def sorted_by(cls, keys: Tensor, rows: int) -> "Order":
-        """Sort copies by their keys [tokens, copies]; copies with equal keys stay in the order of tokens."""
+        """Return the order of copies sorted by their keys [tokens, copies]; copies with equal keys stay in the order of tokens."""
         order = keys.flatten().argsort(stable=True)
         places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return cls(order, places.view_as(keys), rows)
@@ -33,24 +33,25 @@ class Order:
 
 
 def permute_plain(x: Tensor, order: Order) -> Tensor:
-    """The definition: x [tokens, dim] -> [rows, dim], the tokens' copies in `order`."""
+    """The plain definition: x [tokens, dim] -> [rows, dim], the tokens' copies in `order`."""
     return x.repeat_interleave(order.copies, 0)[order.order[: order.rows]]
 
 
 def unpermute_plain(rows: Tensor, weights: Tensor, order: Order) -> Tensor:
-    """The definition: rows [rows, dim], weights [tokens, copies] -> [tokens, dim], each token the weighted sum of its copies.
-    Copies that are not among the rows count as zero."""
+    """The plain definition: rows [rows, dim], weights [tokens, copies] -> [tokens, dim]. Each token is the weighted sum of its
+    copies; a copy without a row counts as zero."""
     copies = _padded(rows, order)[order.places]
     return (copies * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
 
 
 def permute(x: Tensor, order: Order) -> Tensor:
-    """`permute_plain`, whose backward is a gather too."""
+    """Do what `permute_plain` does, with a backward that is a gather too."""
     return _Permute.apply(x, order)  # pyright: ignore[reportReturnType]
 
 
 def unpermute(rows: Tensor, weights: Tensor, order: Order) -> Tensor:
-    """`unpermute_plain`, one copy at a time, so that no fp32 tensor of all copies exists. Sums are fp32, in the order of the copies."""
+    """Do what `unpermute_plain` does, one copy at a time, so that no fp32 tensor of all copies exists. Sums are fp32, in the
+    order of the copies."""
     return _Unpermute.apply(rows, weights, order)  # pyright: ignore[reportReturnType]
 
 
@@ -68,7 +69,7 @@ def factors_of(weights: Tensor, order: Order) -> Tensor:
 
 
 def by_token(values: Tensor, order: Order) -> Tensor:
-    """The inverse of `factors_of`: [rows] -> [tokens, copies], 0 for copies that are not among the rows."""
+    """The inverse of `factors_of`: Bring values [rows] into the form [tokens, copies], with 0 for copies without a row."""
     return _padded(values.unsqueeze(-1), order).squeeze(-1)[order.places]
 
 

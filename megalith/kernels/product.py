@@ -1,8 +1,8 @@
-"""The product a b of matrices, in bf16 also on processors without instructions for it, and in fp16 on every processor.
+"""The product a b of matrices: in bf16 also for processors without bf16 instructions, and in fp16 for every processor.
 
-Without such instructions torch's bf16 products take many times as long as fp32 products, and so do its fp16 products (benchmarks/parts.py).
-The factors are then converted to fp32, which is exact, and the product is rounded once, as by native instructions. For fp16 this is the
-definition on a CPU. Counters of operations see only one product and its result.
+Without native instructions, torch's products in bf16 and in fp16 take many times as long as fp32 products (benchmarks/parts.py).
+In these cases the factors are converted to fp32, which is exact, and the product is rounded once, as native instructions would do
+(in fp16, this is the definition on a CPU). Counters of operations see only one product and its result.
 """
 
 import functools
@@ -31,8 +31,8 @@ def widened(a: Tensor) -> bool:
 
 
 def product(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """a [..., k] b [k, n] -> [..., n], without a graph. If `out` is given, it must have the result's shape, and the result is written to
-    it."""
+    """Multiply a [..., k] by b [k, n] -> [..., n], without an autograd graph. If `out` is given, it must have the result's shape,
+    and the result is written to it."""
     if not widened(a):
         return a @ b if out is None else torch.mm(a, b, out=out)
     if out is not None:

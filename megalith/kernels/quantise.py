@@ -1,4 +1,4 @@
-"""Tensors in narrow formats: codes, and scales that blocks of codes share. This is the definition, in plain torch.
+"""Tensors in narrow formats: codes, and scales that blocks of codes share. This module is the definition, in plain torch.
 
 A block is a rectangle of a matrix [..., rows, columns]; it never spans several matrices. The last block of a row or column may be short. A
 number is its code's value times its block's scale, times the whole tensor's scale if there is one (NVFP4: arXiv:2509.25149, appendix B). A
@@ -29,25 +29,27 @@ from megalith.kernels.elements import (
 
 Scale = Literal["up", "down", "fp32", "e4m3"]
 Share = Callable[[Tensor], Tensor]
-"""Function that replaces this rank's maxima of blocks (fp32), in place, by the maxima over all ranks that hold a part of these blocks."""
+"""Function that replaces this rank's maxima of blocks (fp32) by the maxima over all ranks that hold a part of these blocks, in
+place."""
 
 ALL = 0
-"""Block size that means the whole dimension."""
+"""Block size that stands for the whole dimension."""
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """How the numbers of a matrix share scales."""
+    """The format of a matrix's numbers, and how they share scales."""
 
     element: Element
     block: tuple[int, int]
     """Rows and columns of a block."""
     scale: Scale = "up"
-    """`up`: the smallest power of two with which nothing saturates. `down`: OCP's power of two, with which the largest number may saturate.
-    `fp32`: the scale that maps the block's largest number to the format's largest. `e4m3`: that scale rounded to E4M3, and one fp32 scale
-    for the whole matrix."""
+    """`up`: the smallest power of two with which nothing saturates. `down`: OCP's power of two, with which the largest number may
+    saturate. `fp32`: the scale that maps the block's largest number to the format's largest. `e4m3`: the scale of `fp32` rounded
+    to E4M3, and in addition one fp32 scale for the whole matrix."""
     saturates: bool = False
-    """True if `share` may return less than the largest number. Larger numbers then become the format's largest number."""
+    """True if `share` may return less than a block's largest number. Numbers that are then too large become the format's largest
+    number."""
 
     @property
     def exact(self) -> bool:
@@ -56,7 +58,7 @@ class Scaling:
 
     @property
     def whole(self) -> bool:
-        """True if a scale follows the largest number of a whole matrix."""
+        """True if a scale depends on the largest number of a whole matrix."""
         return self.scale == "e4m3" or self.block == (ALL, ALL)
 
 
@@ -73,7 +75,8 @@ class QuantisedTensor:
     scaling: Scaling
 
     def factors(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Every number, without the whole tensor's scale: code times block's scale. Exact in fp32 unless scales are fp32."""
+        """Return every number without the whole tensor's scale: its code's value times its block's scale. The result is exact in
+        fp32 unless scales are fp32."""
         numbers = decode(self.codes, self.scaling.element)
         return _unblocked(_blocked(numbers, self.scaling.block) * self.scales[..., :, None, :, None], self.codes.shape).to(dtype)
 
@@ -84,8 +87,8 @@ class QuantisedTensor:
 
 
 def quantise(x: Tensor, scaling: Scaling, *, share: Share | None = None, draws: Tensor | None = None) -> QuantisedTensor:
-    """Return x [..., rows, columns] in a narrow format. `share` is required if other ranks hold a part of its blocks, or of a matrix with a
-    scale. `draws`, of the shape of x and uniform in [0, 1): round stochastically."""
+    """Return x [..., rows, columns] in a narrow format. `share` is required if other ranks hold a part of this rank's blocks, or
+    of a matrix that has a scale of its own. `draws` (of the shape of x, uniform in [0, 1)): round stochastically."""
     scaled, scales, whole = _scaled(x, scaling, share)
     return QuantisedTensor(encode(scaled.nan_to_num_(0.0), scaling.element, draws), scales, whole, scaling)
 
@@ -93,9 +96,9 @@ def quantise(x: Tensor, scaling: Scaling, *, share: Share | None = None, draws: 
 def narrowed(
     x: Tensor, scaling: Scaling, *, share: Share | None = None, draws: Tensor | None = None, lost: Tensor | None = None
 ) -> Tensor:
-    """The numbers of `quantise(x, scaling)`, without codes and in a few passes: in the dtype of x if scales are powers of two, else in
-    fp32, because bf16 cannot represent them. `lost`, int64 [3], is increased by the number of elements, of elements that saturate, and of
-    nonzero elements that become 0.
+    """Return the numbers of `quantise(x, scaling)` without their codes, in a few passes. The numbers have the dtype of x if
+    scales are powers of two, else fp32, because bf16 cannot represent them. `lost`, int64 [3], is increased by three numbers:
+    that of all elements, of elements that saturate, and of nonzero elements that become 0.
 
     If scales are powers of two, the numbers are the same for every block whose largest number is at least 2^-90; in smaller blocks,
     differences of 2^-126 are lost.
@@ -156,7 +159,8 @@ def largest(x: Tensor, scaling: Scaling) -> Tensor:
 
 
 def _maxima(blocks: Tensor, scaling: Scaling, share: Share | None) -> tuple[Tensor, Tensor | None]:
-    """The largest absolute value in each block, and in each matrix with a scale, over all ranks that hold a part of them."""
+    """Return the largest absolute value in each block and, if a matrix has a scale of its own, in each matrix, over all ranks
+    that hold a part of it."""
     amax = blocks.abs().amax((-3, -1))
     if scaling.scale != "e4m3":
         return (amax if share is None else share(amax)), None
@@ -181,7 +185,8 @@ def _quotient(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _two_levels(amax: Tensor, of_all: Tensor, element: Element) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the factor of numbers before rounding; their block's scale, an E4M3 number; and the matrix's scale."""
+    """Return the factor by which numbers are multiplied before rounding, the scale of their block (an E4M3 number), and the scale
+    of the matrix."""
     by_all, whole = _fp32(of_all, element.largest * E4M3.largest)
     scales = rounded(amax.div(torch.full_like(amax, element.largest)) * by_all, E4M3)
     return torch.where(scales == 0, 0.0, by_all / scales), scales, whole
@@ -198,5 +203,5 @@ def _blocked(x: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def _unblocked(blocks: Tensor, shape: torch.Size) -> Tensor:
-    """The inverse of `_blocked`, to the original shape."""
+    """Invert `_blocked`, to the original shape."""
     return blocks.flatten(-2).flatten(-3, -2)[..., : shape[-2], : shape[-1]]

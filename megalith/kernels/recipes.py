@@ -1,4 +1,4 @@
-"""The recipes of narrow products, which differ in which numbers of a factor share a scale."""
+"""The recipes of narrow products, which differ in the numbers of a factor that share a scale."""
 
 from megalith.kernels.elements import E2M1
 from megalith.kernels.narrow import Blocks, Narrow
@@ -17,8 +17,9 @@ class Blockwise(Narrow):
 
 
 class Microscaled(Narrow):
-    """MXFP8 (OCP Microscaling Formats 1.0, section 6; Mishra et al. 2025, arXiv:2506.08027): 32 numbers along the inner dim of a product
-    share a power of two; a weight is rounded along its inputs in forward, and along its outputs in backward."""
+    """MXFP8 (OCP Microscaling Formats 1.0, section 6; Mishra et al. 2025, arXiv:2506.08027). Each 32 numbers along the inner dim
+    of a product share a power of two as scale. In forward a weight is rounded along its inputs, in backward along its outputs.
+    """
 
     tile = 32
 
@@ -28,8 +29,8 @@ class Microscaled(Narrow):
 
 
 class Rowwise(Narrow):
-    """One scale for all numbers along the inner dim of a product: for each token, each output of the weight, or each channel over
-    all tokens of a microbatch (torchao's `rowwise`)."""
+    """One scale for all numbers along the inner dim of a product: in activations a scale for each token, in weights for each
+    output, and in weight gradients for each channel over all tokens of a microbatch (torchao's `rowwise`)."""
 
     @classmethod
     def blocks(cls, tile: int) -> Blocks:
@@ -37,9 +38,9 @@ class Rowwise(Narrow):
 
 
 class Tensorwise(Narrow):
-    """A scale for each tensor of a microbatch, from its current numbers (Micikevicius et al. 2022, arXiv:2209.05433; torchao's
-    `tensorwise`), or from its numbers in earlier steps (`Narrow.remember`). In experts, each token has a scale, as in torch's grouped
-    products."""
+    """One scale for each tensor of a microbatch, from its current numbers (Micikevicius et al. 2022, arXiv:2209.05433; torchao's
+    `tensorwise`) or from its numbers in earlier steps (`Narrow.remember`). In experts, each token has a scale of its own, as in
+    torch's grouped products."""
 
     @classmethod
     def blocks(cls, tile: int) -> Blocks:
@@ -47,17 +48,17 @@ class Tensorwise(Narrow):
 
 
 class Microscaled4(Blockwise):
-    """MXFP4 (OCP Microscaling Formats 1.0, section 6) with scales of weights in two dimensions, as NVIDIA 2025, arXiv:2509.25149,
-    section 4.3 recommends for 4 bits: E2M1 with a power of two for each 32 numbers along the inner dim, and for each 32 x 32 numbers of
-    a weight."""
+    """MXFP4 (OCP Microscaling Formats 1.0, section 6): E2M1 with a power of two as scale for each 32 numbers along the inner dim.
+    In weights each 32 x 32 numbers share a scale, as NVIDIA 2025, arXiv:2509.25149, section 4.3 recommends for 4 bits."""
 
     tile = 32
     element = E2M1
 
 
 class NvFp4(Narrow):
-    """NVFP4 (NVIDIA 2025, arXiv:2509.25149): E2M1 with an E4M3 scale for each 16 numbers along the inner dim, or 16 x 16 numbers of a
-    weight, and an fp32 scale for the whole tensor of a microbatch. In experts, each token has an fp32 scale instead."""
+    """NVFP4 (NVIDIA 2025, arXiv:2509.25149): E2M1 with an E4M3 scale for each 16 numbers along the inner dim, or 16 x 16 numbers
+    of a weight, and an fp32 scale for the whole tensor of a microbatch. In experts, each token has an fp32 scale instead of the
+    whole tensor."""
 
     tile = 16
     element = E2M1

@@ -31,7 +31,6 @@ class _Rotate(torch.autograd.Function):
 
 
 def _split(x: Tensor, cos: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the unchanged channels and the rotated ones."""
     turned = 2 * cos.shape[-1]
     assert x.shape[-1] >= turned, (x.shape, cos.shape)
     return x[..., : x.shape[-1] - turned], x[..., x.shape[-1] - turned :]
@@ -64,5 +63,5 @@ def _turn_rows(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`rotate_plain`, faster in eager mode; a compiler fuses `rotate_plain` better than this."""
+    """Do what `rotate_plain` does, faster in eager mode; a compiler fuses `rotate_plain` better than this function."""
     return rotate_plain(x, cos, sin) if torch.compiler.is_compiling() else _Rotate.apply(x, cos, sin)  # pyright: ignore[reportReturnType]

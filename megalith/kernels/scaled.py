@@ -1,8 +1,8 @@
 """Products of 8-bit factors on GPUs that support them, by torch's `scaled_mm`.
 
-`quantise` defines the codes here too; a compiler turns it into one pass over the numbers. The hardware adds up the products, and the sum is
-rounded once: Hopper keeps about 14 bits within 128 products (DeepSeek-V3, arXiv:2412.19437, section 3.3.2).
-"""
+`quantise` defines the codes of these factors too; a compiler turns it into one pass over the numbers. The hardware adds up the
+products and rounds the sum once. Hopper keeps about 14 bits in the sum of 128 products (DeepSeek-V3, arXiv:2412.19437, section
+3.3.2)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,13 +25,14 @@ KINDS: dict[tuple[int, int], ScalingType] = {
     (1, TILE): ScalingType.BlockWise1x128,
     (TILE, TILE): ScalingType.BlockWise128x128,
 }
-"""Block of a factor whose columns a product sums over -> torch's name for it."""
+"""Map from the block of a factor, if the product sums over its columns, to torch's name for this scaling."""
 GRANULARITY: dict[tuple[int, int], Granularity] = {(ALL, ALL): "tensor", (1, ALL): "row", (1, TILE): "tile"}
-"""Block of a product's first factor -> Megalith's name for it."""
+"""Map from the block of a product's first factor to Megalith's name for this granularity."""
 PAIRS = {((ALL, ALL), (ALL, ALL)), ((1, ALL), (1, ALL)), ((1, TILE), (1, TILE)), ((1, TILE), (TILE, TILE))}
-"""Pairs of blocks that torch can multiply, given as if the product summed over the columns of both factors."""
+"""Pairs of blocks that torch can multiply, written as if the product summed over the columns of both factors."""
 GRAPHS = 256
-"""How many combinations of formats, blocks and shapes the compiler keeps. Its default limit, 8, is too low for a model."""
+"""Number of combinations of formats, blocks and shapes that the compiler keeps. The compiler's default, 8, is too low for a
+model. Its default limit, 8, is too low for a model."""
 
 
 @dataclass(frozen=True)
@@ -43,24 +44,24 @@ class Factor:
     scaling: Scaling
     """How numbers share scales."""
     share: Share | None = None
-    """Takes maxima over the ranks that hold a part of its blocks; None: this rank has whole blocks."""
+    """Function that takes maxima over the ranks that hold a part of the factor's blocks; None: this rank has whole blocks."""
     down: bool = False
-    """True if the product sums over its rows, otherwise over its columns."""
+    """True if the product sums over the rows of `numbers`; False: over the columns."""
 
     @property
     def block(self) -> tuple[int, int]:
-        """Size of a block; the inner dim of the product is last."""
+        """Size of a block; the dim over which the product sums is last."""
         rows, columns = self.scaling.block
         return (columns, rows) if self.down else (rows, columns)
 
     @property
     def sizes(self) -> torch.Size:
-        """Size of the dim that remains, and of the dim over which the product sums."""
+        """Size of the dim that the product keeps, and of the dim over which it sums."""
         return self.numbers.shape[::-1] if self.down else self.numbers.shape
 
 
 def multiplies(a: Factor, b: Factor) -> bool:
-    """Return True if the device has an 8-bit product of such factors."""
+    """True if the device has an 8-bit product for such factors."""
     formats = {factor.scaling.element.dtype for factor in (a, b)}
     if (
         not formats <= {torch.float8_e4m3fn, torch.float8_e5m2}
@@ -84,20 +85,21 @@ def capability(device: torch.device) -> float | None:
 
 
 def scaled_product(a: Factor, b: Factor, dtype: torch.dtype) -> Tensor:
-    """Return the product of two factors, [size of a, size of b], both summed over their inner dim. `multiplies` must be true."""
+    """Return the product of two factors, [kept size of a, kept size of b], summed over the last dim of both. `multiplies` must be
+    true."""
     (codes, scales), (others, their_scales) = coded(a), coded(b)
     return _product(codes, scales, others, their_scales, *a.block, *b.block, dtype)
 
 
 def coded(factor: Factor) -> tuple[Tensor, Tensor]:
-    """Return a factor's codes (torch's float8) and scales (fp32), bit for bit as from `quantise`; the inner dim of the product is last."""
+    """Return a factor's codes (torch's float8) and scales (fp32), with the same bits as from `quantise`. The dim over which the
+    product sums is last."""
     known = None if factor.share is None else factor.share(largest(factor.numbers, factor.scaling))
     encode = _encode if torch.compiler.is_compiling() else _compiled()
     return encode(factor.numbers, known, factor.scaling, factor.down)
 
 
 def _encode(x: Tensor, known: Tensor | None, scaling: Scaling, down: bool) -> tuple[Tensor, Tensor]:
-    """Encode x. `known`: the blocks' largest numbers over all ranks, if other ranks have a part of the blocks."""
     assert scaling.element.dtype is not None
     narrow = quantise(x, scaling, share=None if known is None else lambda _: known)
     codes = narrow.codes.view(scaling.element.dtype)

@@ -14,7 +14,7 @@ from megalith.machine import gpus, health
 from megalith.machine.health import MIB, Finding, Needs
 
 MINIMUM = Needs(memory=256 * MIB, disk=64 * MIB, shared_memory=16 * MIB, loopback=10 * MIB, descriptors=256)
-"""Minimum resources to start a run. They are far below the recommended ones, by which `megalith doctor` judges."""
+"""Minimum resources to start a run, far below the recommended resources by which `megalith doctor` judges."""
 
 ANYWAY = 'To start without this check, set fleet.check to "return"; `megalith doctor` shows more'
 
@@ -25,10 +25,10 @@ FIRST_PAUSE, LAST_PAUSE = 1.0, 10.0  # seconds between checks of a machine that 
 def before_start(folder: Path, *, needs: Needs = MINIMUM) -> list[Finding]:
     """Check a machine before ranks are first started on it, in a tenth of a second. `folder` is where the run will write.
 
-    Measurements of time never fail here, because a busy machine may be healthy.
+    No measurement of time fails here, because a healthy machine may be busy.
     """
     if (mount := disk.bare_mount(folder)) is not None:  # nothing may be written there, not even to look
-        limit, way_out = "mounted, as /etc/fstab expects", "Mount it, or choose another --run-dir"
+        limit, way_out = "mounted, as /etc/fstab expects", "Mount the file system, or choose another --run-dir"
         return [Finding("file system", "fail", f"nothing is mounted at {mount}", limit, way_out)]
     return [
         health.memory(needs.memory),
@@ -46,18 +46,18 @@ class UnfitError(RuntimeError):
 
 
 def admit(folder: Path) -> None:
-    """Check this machine `before_start`, and print resources that are low. Raises UnfitError with all failed checks."""
+    """Check this machine with `before_start`, and print which resources are low. Raises UnfitError with all failed checks."""
     found = before_start(folder)
     for one in found:
         if one.verdict == "warn":
             print(one, file=sys.stderr, flush=True)
     if wrong := failures(found):
-        raise UnfitError(f"this machine ({platform.node()}) is not fit to start on: {wrong}. {ANYWAY}")
+        raise UnfitError(f"this machine ({platform.node()}) is not fit to start ranks: {wrong}. {ANYWAY}")
 
 
 def await_fitness(folder: Path, *, seconds: float, notify: Callable[[str], None]) -> bool:
-    """Check this machine `before_start` until it passes, for `seconds` at most; return True if it passed. `notify` is called with the
-    failed checks whenever they change."""
+    """Check this machine with `before_start` again and again until it passes, for `seconds` at most. Return True if it passed.
+    `notify` is called with the failed checks whenever they change."""
     end, pause, said = time.monotonic() + seconds, FIRST_PAUSE, list[str]()
     while True:
         found = [one for one in before_start(folder) if one.verdict == "fail"]
@@ -74,14 +74,15 @@ def await_fitness(folder: Path, *, seconds: float, notify: Callable[[str], None]
 
 
 def before_return(folder: Path, *, burn_in: Sequence[str] = (), seconds: float = 120.0) -> list[Finding]:
-    """Check a quarantined node before it returns: the doctor's checks, checks of its GPUs, and `burn_in`, a command that prints findings as
-    JSON within `seconds`."""
+    """Check a quarantined node before it returns to the run: by the doctor's checks, checks of its GPUs, and `burn_in`, a command
+    that prints findings as JSON within `seconds`."""
     found = [*health.doctor(folder), *gpus.doctor()]
     return [*found, *(burnt(burn_in, seconds=seconds) if burn_in else [])]
 
 
 def burnt(command: Sequence[str], *, seconds: float) -> list[Finding]:
-    """Run a burn-in and return its findings. It is a separate process, because it needs torch. A burn-in without output in time fails."""
+    """Run a burn-in and return its findings. The burn-in is a separate process, because it needs torch. A burn-in that prints
+    nothing in time fails."""
     check, limit = "burn-in", f"done within {seconds:g} s"
     way_out = "`megalith doctor` on this machine shows more"
     try:
@@ -101,7 +102,8 @@ def burnt(command: Sequence[str], *, seconds: float) -> list[Finding]:
 
 
 def burn_in(seconds: float, device: str) -> tuple[str, ...]:
-    """Return the command of a burn-in for `before_return`; empty for 0 seconds. `device`: a value of `train.device`."""
+    """Return the command of a burn-in for `before_return`; an empty command if `seconds` is 0. `device`: a value of
+    `train.device`."""
     if not seconds:
         return ()
     return (sys.executable, "-m", "megalith.prove.doctor", "--seconds", str(seconds), "--device", device)
@@ -113,5 +115,4 @@ def failures(found: Iterable[Finding]) -> str:
 
 
 def _warns(finding: Finding) -> Finding:
-    """Turn a failure into a warning."""
     return replace(finding, verdict="warn") if finding.verdict == "fail" else finding

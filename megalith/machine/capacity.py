@@ -9,7 +9,7 @@ from pathlib import Path
 
 PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 OTHER_DEVICES = (Path("/dev/kfd"), Path("/dev/dxg"), Path("/dev/nvmap"))
-"""Device files of GPUs that NVML does not count: AMD, WSL and Jetson."""
+"""Device files of GPUs that NVML does not count: those of AMD, WSL and Jetson."""
 DRIVER_NOT_LOADED, NO_PERMISSION = 9, 4  # of nvml.h
 
 
@@ -22,9 +22,9 @@ class Machine:
     """Bytes; infinite if unknown."""
     memory_of: str = "this machine"
     gpus: int | None = 0
-    """Number of GPUs that a process started now may use; None if only a GPU runtime could tell."""
+    """Number of GPUs that a process started now could use; None if only a GPU runtime can determine it."""
     gpu_memory: float = float("inf")
-    """Memory of the smallest of these GPUs in bytes; infinite if unknown."""
+    """Memory of the smallest GPU in bytes; infinite if unknown."""
 
 
 def measure() -> Machine:
@@ -81,9 +81,10 @@ def _physical(proc: Path) -> float:
 
 
 def find_gpus(environment: Mapping[str, str] = os.environ) -> tuple[int | None, float]:
-    """Return the number of GPUs that a process started now may use (None if unknown), and the bytes of the smallest one.
+    """Return the number of GPUs that a process started now could use (None if unknown), and the bytes of memory of the smallest
+    one.
 
-    The figures come from NVML, which unlike CUDA does not change this process. CUDA_VISIBLE_DEVICES is interpreted as in CUDA.
+    NVML gives the figures, because unlike CUDA it does not change this process. CUDA_VISIBLE_DEVICES is interpreted as in CUDA.
     """
     memories = _nvml()
     if memories is None or (not memories and any(device.exists() for device in OTHER_DEVICES)):
@@ -94,8 +95,8 @@ def find_gpus(environment: Mapping[str, str] = os.environ) -> tuple[int | None, 
 
 
 def _visible(names: Iterable[str], memories: list[float]) -> list[float]:
-    """Return the memory sizes of the GPUs with these names. As in CUDA, names after the first invalid one are ignored. A GPU named by its
-    UUID gets an infinite size, because its size is not looked up."""
+    """Return the memory sizes of the GPUs with these names. As in CUDA, names that follow the first invalid name are ignored. A
+    GPU named by its UUID gets an infinite size, because its size is not looked up."""
     chosen: list[float] = []
     for name in map(str.strip, names):
         if name.startswith(("GPU-", "MIG-")) and memories:

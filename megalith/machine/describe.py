@@ -14,9 +14,10 @@ from megalith.machine import capacity
 
 GIB = 2.0**30
 BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16", "svebf16")
-"""Flags in /proc/cpuinfo for bf16 multiplication: Intel's and AMD's, then ARM's."""
+"""Flags in /proc/cpuinfo for bf16 multiplication: first those of Intel and AMD, then those of ARM.
+"""
 AMPERE = 8.0
-"""The first compute capability whose tensor cores support bf16."""
+"""The lowest compute capability whose tensor cores support bf16."""
 QUERY = "name,memory.total,compute_cap,driver_version"
 
 
@@ -47,7 +48,7 @@ class Description:
     memory_of: str
     shared_memory: float | None
     gpu_count: int | None
-    """Number of GPUs that a process started now may use; None if only a GPU runtime could tell."""
+    """Number of GPUs that a process started now could use; None if only a GPU runtime can determine it."""
     gpus: tuple[GpuModel, ...]
     """All GPUs that nvidia-smi lists, whatever CUDA_VISIBLE_DEVICES says."""
 
@@ -87,7 +88,7 @@ class Description:
 
 
 def describe() -> Description:
-    """Describe this machine. Takes as long as nvidia-smi, if it is installed."""
+    """Describe this machine, which takes as long as nvidia-smi, if nvidia-smi is installed."""
     found = capacity.measure()
     name, bf16 = processor()
     return Description(

@@ -1,6 +1,7 @@
 """Health of this machine's GPUs, from `nvidia-smi`, the kernel's log and DCGM, if these are available.
 
-This module runs the programs; pure functions parse and judge their output. None needs torch. All findings are `health.Finding`s.
+Some functions of this module run these programs; pure functions parse and judge their output. None needs torch. All findings are
+`health.Finding`s.
 """
 
 import json
@@ -32,7 +33,7 @@ HARDWARE = {
     120: "the GPU system processor (GSP) failed",
     140: "unrecovered ECC error",
 }
-"""Xid codes that report a hardware fault. Other codes can also be caused by a program, or report a repair."""
+"""Xid codes that report a hardware fault. Xid codes that are not listed can also be caused by a program, or report a repair."""
 
 
 def doctor(*, diagnose: bool = True) -> list[Finding]:
@@ -60,7 +61,6 @@ def _ask(*command: str, seconds: float) -> tuple[int, str]:
 
 
 def _up() -> float:
-    """Seconds since the kernel started, by the clock of its log."""
     try:
         return float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
     except OSError:
@@ -69,8 +69,8 @@ def _up() -> float:
 
 @dataclass(frozen=True)
 class Gpu:
-    """State of one GPU from `nvidia-smi -q -x`. Counts are None if the device does not count errors (no ECC). `slowed`: the driver's names
-    for current causes of a slowdown."""
+    """State of one GPU from `nvidia-smi -q -x`. Counts are None if the device does not count errors (no ECC). `slowed`: the
+    driver's names for the reasons why the GPU is slowed down now."""
 
     name: str
     place: str
@@ -128,7 +128,6 @@ _SLOWED = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_
 
 
 def _number(text: str) -> float | None:
-    """Return the number at the beginning of a value such as "34 C"; None for "N/A"."""
     found = re.match(r"-?\d+(\.\d+)?", text)
     return float(found[0]) if found else None
 
@@ -196,7 +195,8 @@ _XID = re.compile(r"^(?:\[\s*([\d.]+)\])?.*NVRM: Xid \(([^)]*)\): (\d+)", re.MUL
 
 
 def xids(log: str, *, up: float) -> Finding:
-    """Judge the driver's errors in the kernel's `log`. `up`: the current time on the log's clock (seconds since the kernel started)."""
+    """Judge the driver's error messages in the kernel's `log`. `up`: the current time on the log's clock (seconds since the
+    kernel started)."""
     check, limit = "Xid", f"no hardware error within {RECENT_SECONDS / 60:g} minutes"
     found = [(float(at) if at else up, place.removeprefix("PCI:"), int(number)) for at, place, number in _XID.findall(log)]
     telling = [(at, f"{number} ({HARDWARE[number]}) of {place}") for at, place, number in found if number in HARDWARE]
@@ -210,7 +210,7 @@ def xids(log: str, *, up: float) -> Finding:
 
 
 def diagnosis(code: int, text: str) -> Finding:
-    """Judge the result of `dcgmi diag -r 1 -j`. The name of the outermost object differs between DCGM 2, 3 and 4."""
+    """Judge the result of `dcgmi diag -r 1 -j`. The name of the outermost JSON object differs between DCGM 2, 3 and 4."""
     check, limit = "DCGM", "no test of `dcgmi diag -r 1` fails"
     tests = _tests(text)
     if tests is None:

@@ -1,8 +1,9 @@
-"""Small checks of a machine's fitness for training, which need neither torch nor a GPU. Each check measures, and a pure function judges.
+"""Small checks of a machine's fitness for training, which need neither torch nor a GPU. Each check measures something, and a pure
+function judges the measurement.
 
-`megalith doctor` runs them; `admission.py` chooses those that run before a start and before a quarantined node returns. Checks of
-GPUs are in `gpus.py`. Checks that need torch (a burn-in of matrix products, a collective over the ranks) are in
-`prove/doctor.py`. All return findings.
+`megalith doctor` runs these checks; `admission.py` chooses which of them run before a start and before a quarantined node
+returns. Checks of GPUs are in `gpus.py`. Checks that need torch (a burn-in of matrix products, a collective over the ranks) are
+in `prove/doctor.py`. All return findings.
 """
 
 import contextlib
@@ -46,7 +47,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class Needs:
-    """Requirements of a run on a machine, in bytes, bytes/s, numbers and seconds. The defaults are the recommended minimum for any run."""
+    """A run's requirements on a machine, in bytes, bytes per second, numbers and seconds. The defaults are the recommended
+    minimum for any run."""
 
     memory: float = 2 * GIB
     disk: float = 2 * GIB
@@ -84,7 +86,7 @@ def worst(findings: Iterable[Finding]) -> Verdict:
 def at_least(
     check: str, value: float, limit: float, *, form: Callable[[float], str], way_out: str, margin: float = 1.5
 ) -> Finding:
-    """Judge a value that should be large: a value below `limit` fails, one below `margin` times `limit` warns."""
+    """Judge a value that should be large: it fails below `limit`, and it is a warning below `margin` times `limit`."""
     verdict: Verdict = "fail" if value < limit else "warn" if value < limit * margin else "ok"
     return Finding(check, verdict, form(value), f"at least {form(limit)}", "" if verdict == "ok" else way_out)
 
@@ -99,7 +101,7 @@ def _speed(value: float) -> str:
 
 def memory(limit: float) -> Finding:
     """Check the memory that is available without swapping, on this machine and in this process's control group."""
-    way_out = "Stop other programs on this machine, or use fewer ranks, a smaller microbatch or more recomputation"
+    way_out = "Stop other programs on this machine, or train with fewer ranks, a smaller microbatch or more recomputation"
     return at_least("memory", min(_available(), _left_in_group()), limit, form=_size, way_out=way_out)
 
 
@@ -112,7 +114,6 @@ def _available() -> float:
 
 
 def _left_in_group(root: Path = Path("/sys/fs/cgroup")) -> float:
-    """Return the memory that is left in the control group (version 2); infinite without a limit."""
     try:
         most, used = ((root / f"memory.{name}").read_text(encoding="utf-8").strip() for name in ("max", "current"))
     except OSError:
@@ -124,7 +125,7 @@ UNSEEN = "Check that its file system is mounted and responds, or use another fol
 
 
 def disk_space(folder: Path, limit: float) -> Finding:
-    """Check the free space where the run will write. A folder that cannot be accessed fails."""
+    """Check the free space where the run will write. The check fails if the folder cannot be accessed."""
     try:
         free = shutil.disk_usage(_existing(folder)).free
     except OSError as error:
@@ -134,7 +135,6 @@ def disk_space(folder: Path, limit: float) -> Finding:
 
 
 def _existing(folder: Path) -> Path:
-    """Return the folder, or the nearest existing folder above it."""
     found = folder.resolve()
     while not found.exists():
         found = found.parent
@@ -155,7 +155,7 @@ def writable(folder: Path) -> Finding:
 
 
 def disk_speed(folder: Path, limit: float, *, size: int = 32 << 20) -> Finding:
-    """Check the speed at which a file is written and flushed. A folder that is not writable fails."""
+    """Check the speed at which a file is written and flushed. The check fails if the folder is not writable."""
     try:
         seconds = _write(_existing(folder) / f".doctor-{os.getpid()}", size)
     except OSError as error:
@@ -233,8 +233,9 @@ def _clock_status() -> int | None:
 
 
 def loopback(limit: float, *, size: int = 64 << 20, patience: float = 10.0, timed: bool = True) -> Finding:
-    """Check the speed between two sockets through this machine's network stack, which gloo uses on one machine. `timed` False: a loopback
-    that is slow, or does not answer for `patience` seconds, only warns; one that does not work fails.
+    """Check the speed between two sockets through this machine's network stack, which gloo uses on one machine. With
+    `timed=False`, a loopback that is slow, or does not answer for `patience` seconds, is only a warning; a loopback that does not
+    work still fails.
     """
     way_out = "The machine is busy, or its loopback is filtered: look for other processes and firewall rules"
     slow: Verdict = "fail" if timed else "warn"

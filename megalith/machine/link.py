@@ -1,4 +1,5 @@
-"""State of a network interface according to the kernel: on request, or by notification of changes (netlink, see rtnetlink(7))."""
+"""State of a network interface according to the kernel: either read on request, or reported by a notification of changes
+(netlink, see rtnetlink(7))."""
 
 import fcntl
 import os
@@ -18,13 +19,14 @@ _ROUTE = 0  # NETLINK_ROUTE
 
 
 def named(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return the interface that is set for the ranks' communication; None if none is set, or its value is not one existing interface."""
+    """Return the network interface that is set for the ranks' communication. Return None if no interface is set, or if the value
+    is not the name of one existing interface."""
     name = next((environment[variable] for variable in NAMES if environment.get(variable)), "")
     return name if name in {known for _, known in socket.if_nameindex()} else None
 
 
 def flags(name: str) -> int:
-    """Return the kernel's flags of an interface. Raises OSError if there is none."""
+    """Return the kernel's flags of an interface. Raises OSError if the interface does not exist."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         return _REQUEST.unpack(fcntl.ioctl(asking, _GET_FLAGS, _REQUEST.pack(name.encode(), 0)))[1] & 0xFFFF
 
@@ -44,8 +46,8 @@ def take_down(name: str) -> None:
 
 
 def watch(name: str, down: Callable[[], None]) -> None:
-    """Call `down` once an interface of the caller's current network namespace goes down: from a thread, or at once if it is down
-    already."""
+    """Call `down` from a thread once an interface of the caller's current network namespace goes down; at once if the interface
+    is down already."""
     news = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _ROUTE)
     news.bind((0, _LINK_NEWS))
     index = socket.if_nametoindex(name)

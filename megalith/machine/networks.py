@@ -1,6 +1,8 @@
-"""Nodes on one machine as Linux network namespaces, each with one interface at a switch, so that an unplugged node is really unreachable.
+"""Nodes on one machine as Linux network namespaces. Each has one interface, at a common switch, so a node whose interface is down
+is really unreachable.
 
-A campaign uses them to take interfaces down without affecting others. Ranks enter their node's namespace if `VARIABLE` is set.
+A campaign uses such namespaces to take a node's interface down without affecting other nodes. If `VARIABLE` is set, each rank
+enters its node's namespace.
 """
 
 import contextlib
@@ -33,7 +35,7 @@ class Network:
         return f"10.77.0.{number + 1}"
 
     def set_up(self, node: str, address: str, *, mtu: int | None = None) -> None:
-        """Set the address of a node's interface, and bring the interface up."""
+        """Set the address of a node's interface, and enable the interface."""
         own = self.namespace(node)
         _ip("-n", own, "address", "add", f"{address}/24", "dev", INTERFACE)
         if mtu is not None:
@@ -57,11 +59,11 @@ class Network:
         return process
 
     def plug(self, node: str, *, connected: bool) -> None:
-        """Bring a node's interface up, or take it down."""
+        """Enable a node's interface, or disable it."""
         _ip("-n", self.namespace(node), "link", "set", INTERFACE, "up" if connected else "down")
 
     def is_connected(self, node: str) -> bool:
-        """True if a node's interface is up."""
+        """True if a node's interface is enabled."""
         return bool(_ip("-n", self.namespace(node), "link", "show", INTERFACE, "up"))
 
 
@@ -72,7 +74,8 @@ def find(environment: Mapping[str, str] = os.environ) -> Network | None:
 
 
 def enter(node: str) -> None:
-    """Limit this thread, and threads that it starts, to the node's network, if it has one. Raises OSError."""
+    """Limit this thread, and threads that it starts later, to the network of `node`, if the run's nodes have networks. Raises
+    OSError."""
     network = find()
     if network is None:
         return

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 OURS = ("megalith", "cli.py")
-"""Names of this program: as the installed command, and as `python -m megalith.cli`."""
+"""Last parts of this program's path: as the installed command, and as `python -m megalith.cli`."""
 SECONDS = 5.0  # for git, which may read from a slow disk
 
 
@@ -22,7 +22,7 @@ def origin() -> dict[str, str]:
 
 
 def without_user(words: str) -> str:
-    """Return a text in which `~` replaces the user's home folder, and USER the user's name in paths."""
+    """Return the text with `~` in place of the user's home folder, and with USER in place of the user's name in paths."""
     if (home := str(Path.home())) != "/":
         words = re.sub(rf"{re.escape(home)}(?![\w.-])", "~", words)
     return re.sub(rf"(?<=[/@]){re.escape(user)}(?![\w.-])", "USER", words) if (user := _user()) else words

@@ -1,7 +1,7 @@
-"""Makes a process die with its parent: on Linux by the kernel's parent-death signal, and on all systems by a pipe.
+"""Make a process die with its parent: on Linux by the kernel's parent-death signal, and on all systems by a pipe.
 
-Only the supervisor holds the pipe's write end, and it never writes. However the supervisor ends, the kernel closes the write end, and every
-process with the read end sees the end of the file.
+Only the supervisor holds the pipe's write end, and it never writes to it. However the supervisor ends, the kernel closes the
+write end, and every process with the read end sees the end of the file.
 """
 
 import ctypes
@@ -18,8 +18,8 @@ def die_with_parent(parent: int) -> None:
     """Ask the kernel to SIGKILL this process when its parent (process id `parent`) ends. Outside of Linux, only check that the parent
     exists.
 
-    Must be called again after every fork (a child does not inherit it). If the parent has already ended, this process ends at once, because
-    it would get no signal.
+    Must be called again after every fork (a child does not inherit it). If the parent has already ended, no signal would come, so
+    this process ends at once.
     """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
@@ -40,7 +40,7 @@ def _end() -> NoReturn:
 def watch(pipe: int) -> None:
     """Start a thread that ends this process when the other end of the pipe `pipe` closes.
 
-    Only for ranks, because a fork server must not have threads.
+    Only ranks call this, because a fork server must not have threads.
     """
 
     def wait() -> None:

@@ -9,7 +9,7 @@ M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
 
 
 def resident_bytes() -> int:
-    """Resident bytes of this process now (outside of Linux, the maximum so far)."""
+    """Return the resident bytes of this process now (on systems other than Linux, its maximum so far)."""
     try:
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[1]) * resource.getpagesize()
@@ -18,13 +18,14 @@ def resident_bytes() -> int:
 
 
 def most_resident_bytes() -> int:
-    """Maximum resident bytes of this process so far."""
+    """Return the maximum of this process's resident bytes so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def keep_memory() -> None:
-    """Tell glibc to keep freed memory. A step frees and allocates gigabytes. If freed memory went back to the kernel, every page would be
-    zeroed and faulted in again, which on a CPU can cost more than the arithmetic. Without glibc this does nothing."""
+    """Tell glibc to keep freed memory. Each step frees and allocates gigabytes. If freed memory were returned to the kernel,
+    every page would be zeroed and faulted in again, which on a CPU can take longer than the arithmetic. Without glibc this
+    function does nothing."""
     if platform.libc_ver()[0] != "glibc":
         return
     libc = ctypes.CDLL(None)

@@ -1,8 +1,8 @@
 """A slow link on one machine, without a kernel module: bandwidth, delay, lost packets and outages in user space.
 
-With root permission, the link is a wire between two network namespaces with TUN devices: it carries IP packets, and the kernel's TCP
-handles losses. Otherwise it is a relay on the loopback address, through which one site connects to another. A relay carries streams, so a
-lost packet only delays the stream, as a retransmission would.
+With root permission, the link is a wire between two network namespaces with TUN devices: it carries IP packets, and the kernel's
+TCP handles losses. Without root permission, the link is a relay on the loopback address, through which one site connects to
+another. A relay carries streams, so a lost packet only delays the stream, as a retransmission would.
 """
 
 import contextlib
@@ -25,22 +25,22 @@ from megalith.machine import networks
 from megalith.machine.networks import INTERFACE, Network
 
 MTU = 9000
-"""Maximum bytes of a packet; smaller packets would keep a CPU busy."""
+"""Maximum number of bytes in a packet. With smaller packets, a CPU would be busy all the time."""
 QUEUE_SECONDS = 1.0
-"""Maximum queue of a wire: beyond it, packets are dropped and streams are not read."""
+"""Maximum length of a wire's queue; if the queue is full, packets are dropped, and streams are not read."""
 _TUN, _NO_HEADER, _SET_INTERFACE = 0x0001, 0x1000, 0x400454CA  # IFF_TUN, IFF_NO_PI, TUNSETIFF
 _BEGINS = 0x02  # SYN, which has a number of its own in the stream
 SEGMENT = 1460
-"""Bytes of a simulated packet of a relayed stream; each packet may be lost."""
+"""Number of bytes in a simulated packet of a relayed stream; each such packet may be lost."""
 REPEATED_SECONDS = 0.2
-"""Delay of a stream with a lost packet: Linux's minimum time before a retransmission."""
+"""Delay of a stream after a lost packet, which is Linux's minimum time before a retransmission."""
 _SHARED = struct.Struct("<BB6xd4Q")  # cut; times torn; loss; bytes that crossed in each direction; packets lost in each direction
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """Properties of a link. `megabits`: millions of bits a second in each direction; `milliseconds`: round-trip time; `loss`: initial share
-    of lost packets; `seed`: determines which packets are lost."""
+    """Properties of a link. `megabits`: millions of bits per second in each direction; `milliseconds`: the round-trip time;
+    `loss`: the fraction of packets that are lost at first; `seed`: the seed that determines which packets are lost."""
 
     megabits: float
     milliseconds: float
@@ -49,20 +49,20 @@ class Conditions:
 
 
 class Lane:
-    """One direction of a wire. Data waits in a queue, is sent at the wire's rate, and arrives half a round trip later."""
+    """One direction of a wire. Data waits in a queue, is sent at the wire's rate, and arrives after half a round-trip time."""
 
     def __init__(self, conditions: Conditions) -> None:
         self._rate, self._delay = 1e6 * conditions.megabits / 8, conditions.milliseconds / 2000
         self._crossing = deque[tuple[float, bytes]]()
         self._free = 0.0
-        """Time at which all data in the queue has been sent."""
+        """Time at which the last data in the queue will have been sent."""
 
     def backlog(self, now: float) -> float:
-        """Return the seconds for which data put now would wait in the queue."""
+        """Return how many seconds data would wait in the queue if it were appended now."""
         return max(0.0, self._free - now)
 
     def put(self, data: bytes, now: float, *, late: float = 0.0) -> None:
-        """Append data to the queue. `late`: additional seconds before it is sent."""
+        """Append data to the queue. `late`: additional seconds that the data waits before it is sent."""
         self._free = max(self._free, now) + late + len(data) / self._rate
         self._crossing.append((self._free + self._delay, data))
 
@@ -73,13 +73,13 @@ class Lane:
 
     @property
     def next(self) -> float | None:
-        """The time of the next arrival; None if nothing is crossing."""
+        """Return the time of the next arrival; None if no data is on its way."""
         return self._crossing[0][0] if self._crossing else None
 
 
 class Wire:
-    """Control of a wire that a separate process operates. `network`: the namespaces at its ends; None for a relay. `address`: the relay's
-    address; None for a wire between namespaces."""
+    """Control of a wire that a separate process operates. `network`: the namespaces at the ends of a wire; None for a relay.
+    `address`: the address of a relay; None for a wire between namespaces."""
 
     def __init__(
         self, network: Network | None = None, address: tuple[str, int] | None = None, *, conditions: Conditions | None = None
@@ -89,7 +89,7 @@ class Wire:
         self.lose(conditions.loss if conditions is not None else 0.0)
 
     def cut(self, *, cut: bool) -> None:
-        """Stop all traffic, or (`cut` False) let it pass again."""
+        """Stop all traffic (`cut` True), or let it pass again (`cut` False)."""
         self._shared[0] = int(cut)
 
     @property
@@ -107,26 +107,27 @@ class Wire:
         return self._shared[1]
 
     def lose(self, share: float) -> None:
-        """Lose this share of packets from now on."""
+        """Lose this fraction of packets after this call."""
         struct.pack_into("<d", self._shared, 8, share)
 
     @property
     def loss(self) -> float:
-        """The share of packets that are lost."""
+        """The fraction of packets that are lost."""
         return _SHARED.unpack_from(self._shared)[2]
 
     @property
     def crossed(self) -> tuple[int, int]:
-        """TCP payload bytes sent from the first end to the second, and back, without headers and retransmissions."""
+        """The bytes of TCP payload that were sent from the first end to the second, and in the other direction, without headers
+        and retransmissions."""
         return _SHARED.unpack_from(self._shared)[3:5]
 
     @property
     def lost(self) -> tuple[int, int]:
-        """Number of packets lost in each direction: at random, while the wire was cut, or because the queue was full."""
+        """The number of packets lost in each direction: at random, because the wire was cut, or because the queue was full."""
         return _SHARED.unpack_from(self._shared)[5:7]
 
     def count(self, lane: int, *, crossed: int = 0, lost: int = 0) -> None:
-        """Add to the counts of bytes sent and of packets lost."""
+        """Add to the counts of bytes sent and of packets lost in one direction."""
         for place, more in ((2 + lane, crossed), (4 + lane, lost)):
             at = 8 * place
             struct.pack_into("<Q", self._shared, at, struct.unpack_from("<Q", self._shared, at)[0] + more)
@@ -141,8 +142,8 @@ def missing() -> str | None:
 
 @contextlib.contextmanager
 def between(nodes: Sequence[str], conditions: Conditions) -> Iterator[Wire]:
-    """Make two nodes in separate namespaces, joined by a wire while the block runs. In each namespace the wire is the interface
-    `networks.INTERFACE`. Raises CalledProcessError and OSError if this process may not make them."""
+    """Create two nodes in separate namespaces, joined by a wire, while the block runs. In each namespace the wire is the
+    interface `networks.INTERFACE`. Raises CalledProcessError and OSError if this process may not make them."""
     with networks.apart(nodes) as network:
         ends = [_tun(network, node, network.address(number)) for number, node in enumerate(nodes)]
         wire = Wire(network, conditions=conditions)
@@ -156,7 +157,8 @@ def between(nodes: Sequence[str], conditions: Conditions) -> Iterator[Wire]:
 
 @contextlib.contextmanager
 def relay(port: int, conditions: Conditions, *, host: str = "127.0.0.1") -> Iterator[Wire]:
-    """Run a relay to a port on this machine, with the conditions of the link, while the block runs; it listens at `Wire.address`."""
+    """While the block runs, run a relay to a port on this machine, with the conditions of a slow link. The relay listens at
+    `Wire.address`."""
     server = socket.create_server((host, 0))
     wire = Wire(address=server.getsockname()[:2], conditions=conditions)
     try:
@@ -168,7 +170,7 @@ def relay(port: int, conditions: Conditions, *, host: str = "127.0.0.1") -> Iter
 
 @contextlib.contextmanager
 def _kept_up(work: Callable[[], None]) -> Iterator[None]:
-    """Do work in a separate process while the block runs; a thread would compete for Python's global lock."""
+    """Do the work in a separate process while the block runs, because a thread would compete for Python's global lock."""
     process = os.fork()
     if process == 0:
         try:
@@ -185,7 +187,8 @@ def _kept_up(work: Callable[[], None]) -> Iterator[None]:
 
 
 def _tun(network: Network, node: str, address: str) -> int:
-    """Make a node's TUN interface, and return the file descriptor for its packets. A separate process enters the namespace to make it."""
+    """Make a node's TUN interface, and return the file descriptor for its packets. A separate process enters the namespace and
+    creates the interface."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
 
     def make() -> None:
@@ -203,7 +206,6 @@ def _tun(network: Network, node: str, address: str) -> int:
 
 
 def _carry_packets(ends: Sequence[int], wire: Wire, conditions: Conditions) -> None:
-    """Carry packets between two TUN devices, forever."""
     chance, lanes, streams = random.Random(conditions.seed), (Lane(conditions), Lane(conditions)), (_Streams(), _Streams())
     while True:
         select.select(ends, [], [], _until_next(lanes))
@@ -227,13 +229,13 @@ def _packets(end: int) -> Iterator[bytes]:
 
 
 class _Streams:
-    """Progress of the TCP streams in one direction, identified by their ports."""
+    """How far each TCP stream in one direction has come. Streams are identified by their ports."""
 
     def __init__(self) -> None:
         self._ends: dict[bytes, int] = {}
 
     def new_bytes(self, packet: bytes) -> int:
-        """Return the number of bytes in this packet that are no retransmission; 0 if it is not TCP."""
+        """Return how many bytes of this packet's payload are sent for the first time; 0 for a packet that is not TCP."""
         if packet[0] >> 4 != 4 or packet[9] != socket.IPPROTO_TCP:
             return 0
         at = 4 * (packet[0] & 15)
@@ -266,7 +268,6 @@ class _Stream:
             each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def readable(self, now: float) -> list[socket.socket]:
-        """The sockets whose lane has room."""
         pairs = zip(self.sockets, self.lanes, self._over, strict=True)
         return [one for one, lane, over in pairs if not over and lane.backlog(now) < QUEUE_SECONDS]
 
@@ -285,7 +286,7 @@ class _Stream:
         return not all(self._over) or any(lane.next is not None for lane in self.lanes)
 
     def close(self, *, torn: bool = False) -> None:
-        """Close both sockets. `torn`: reset the connection, so that neither end mistakes this for an orderly end."""
+        """Close both sockets. `torn`: reset the connection, so that neither end takes this for an orderly end."""
         for each in self.sockets:
             if torn:
                 each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

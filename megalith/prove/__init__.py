@@ -1,1 +1,2 @@
-"""Proofs and measurements of the trainer: parity, drawn combinations, dry runs, fits, the doctor."""
+"""Proofs and measurements of the trainer: parity with one process, randomly drawn combinations of parallelisms, dry runs, memory
+fits, the doctor."""

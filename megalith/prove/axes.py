@@ -22,23 +22,23 @@ from megalith.spec.state import LOWER
 MAX_RANKS = 8
 LAYERS = 4
 SAMPLES = 8
-"""Samples of a site's batch. Each rank gets two microbatches of them (four in a pipeline, or two with four data ranks; one if gradients are
-released)."""
+"""Number of samples in a site's batch. These samples give each rank two microbatches (four in a pipeline, or two with four data
+ranks; one if gradients are released)."""
 
 PHASES = ({"begin": SAMPLES, "global_batch": 2 * SAMPLES}, {"begin": 3 * SAMPLES, "global_batch": SAMPLES, "seq_len": 24})
-"""Each of the three steps is in a different phase."""
+"""The phases of a run with phases: each of its three steps is in a different phase."""
 
 ROUND = {"inner_steps": 2}
-"""Sites of a drawn run that merge weights do so after two of its three steps and after the last."""
+"""With this setting, the sites of a drawn run merge weights after the second and after the last of its three steps."""
 
 GRACE = {"grace": 600.0}
-"""No site of a drawn run is left behind, however slow."""
+"""With this grace period, no site of a drawn run is left out of a merge, however slow the machine is."""
 
 SECOND = {"data": 2, "zero": 2, "microbatch": 2}
-"""The plan of the second of two unequal sites; the first has the drawn one."""
+"""The plan of the second of two unequal sites; the first site has the drawn plan."""
 
 UNEVEN = {"interleaved": {"layers": (0, LAYERS // 2, LAYERS // 2, 0)}}
-"""Schedules that are drawn with the embedding and the head in stages of their own."""
+"""Layers per stage for schedules that are drawn with stages that hold only the embedding or only the head."""
 
 Axes = Mapping[str, Mapping[str, dict[str, Any]]]
 
@@ -175,17 +175,17 @@ class ParityCase:
 
     @property
     def name(self) -> str:
-        """The choices in words, without defaults."""
+        """The choices of the combination in words, without default values."""
         return "; ".join(value if axis == "model" else f"{axis} {value}" for axis, value in self.choices if value not in DEFAULTS)
 
     @property
     def ranks(self) -> int:
-        """The ranks of all sites."""
+        """The number of ranks of all sites together."""
         return sum(site.plan.ranks for site in sites_of(self.spec))
 
     @property
     def pairs(self) -> frozenset[Pair]:
-        """Pairs of choices that this draw proves to work together."""
+        """Pairs of choices that a run of this combination proves to work together."""
         return pairs_of(self.choices)
 
 
@@ -199,12 +199,13 @@ ROUNDED = frozenset(
 )
 
 BELOW_FP32 = ROUNDED | {("state", name) for name, asked in AXES["state"].items() if "weights" in asked.get("state", {})}
-"""Choices that have no run in fp32: weights that are made at each gather are rounded from fp32."""
+"""Choices that cannot be compared in fp32, because they round: for example, weights that are made from fp32 state at each gather.
+"""
 
 
 def pairs_of(choices: Choices) -> frozenset[Pair]:
-    """Return the pairs that a combination proves. Rounding may hide a fault: a rounded precision proves only pairs with choices that
-    are never exact."""
+    """Return the pairs that a combination proves. Rounding may hide a fault, so a rounded precision proves only pairs with
+    choices that always round."""
     rounded = ROUNDED.intersection(choices) and BELOW_FP32
     return frozenset(_pair(*two) for two in combinations(choices, 2) if not rounded or rounded.intersection(two))
 
@@ -215,7 +216,8 @@ def _pair(one: Choice, other: Choice) -> Pair:
 
 
 def cost_of(choices: Choices) -> float:
-    """Return the processor time of a combination, softened so that many pairs can justify a costly combination."""
+    """Return the relative processor time of a combination. Differences are softened, so that many pairs can justify a costly
+    combination."""
     asked = _plan_keys(choices)
     return _ranks(asked) ** 0.5 * STEP_COST[asked["preset"]]
 
@@ -229,7 +231,7 @@ def conflicts(choices: Choices) -> Iterator[Problem]:
     """Yield the reasons why a combination is not drawn: it has too many ranks, its optimizer would amplify the rounding of a narrow
     format, or `check` refuses it."""
     if (ranks := _ranks(_plan_keys(choices))) > MAX_RANKS:
-        yield Problem("error", "ranks", ranks, f"are more than a drawn run may have ({MAX_RANKS})", "Split fewer axes.")
+        yield Problem("error", "ranks", ranks, f"a drawn run may have at most {MAX_RANKS} ranks", "Split fewer axes.")
     spec = run_of(choices)
     kind, precision = spec.optimizer.kind, spec.train.precision
     if OPTIMIZERS[kind].amplifies and precision != "fp32":
@@ -239,7 +241,7 @@ def conflicts(choices: Choices) -> Iterator[Problem]:
 
 
 def halvings(choices: Choices) -> int:
-    """Return how often the number of ranks of a combination must be halved until it is allowed."""
+    """Return how often the number of ranks of a combination must be halved until it is at most MAX_RANKS."""
     return max(0, -(-_ranks(_plan_keys(choices)) // MAX_RANKS) - 1).bit_length()
 
 
@@ -255,7 +257,7 @@ def _ranks(asked: Mapping[str, Any]) -> int:
 
 
 def run_of(choices: Choices) -> RunSpec:
-    """Return the small run of a combination, valid or not."""
+    """Return the small run of a combination, whether valid or not."""
     asked = _plan_keys(choices)
     preset, precision, kind, phases, moments = (
         asked.pop(name, ()) for name in ("preset", "precision", "kind", "phases", "moments")
@@ -303,20 +305,21 @@ def run_of(choices: Choices) -> RunSpec:
 
 
 def _times(phase: Mapping[str, int], sites: int) -> dict[str, int]:
-    """Return the sizes of a phase for this many sites; each site gets as many samples as a run without sites."""
+    """Return the begin and the batch of a phase for this many sites; each site gets as many samples as a run without sites."""
     return {key: sites * phase[key] for key in ("begin", "global_batch")}
 
 
 @cache
 def _small(preset: str, precision: str) -> Any:
-    """Return the preset's family in sizes that every combination can split, so that one reference serves all plans."""
+    """Return a small model of the preset's family with sizes that every combination can split, so that all plans have the same
+    reference."""
     return clearly_routed(read(presets()[preset].values).small(layers=LAYERS, unit=4, heads_unit=4), precision)
 
 
 def reference_key(spec: RunSpec) -> Any:
-    """Return all that a run on one process depends on: the model, the precision, the optimizer, the phases, and the samples of a microbatch
-    if balance losses are computed over these, or if the gradients of microbatches are compared one by one. Scales that span tokens span the
-    tokens of one rank's microbatch."""
+    """Return everything on which the reference run on one process depends: the model, the precision, the optimizer and the
+    phases; also the samples of a microbatch, if balance losses are computed over them or the gradients of microbatches are
+    compared one by one; and in narrow precisions the tokens that share a scale."""
     rounded = isinstance(PRECISIONS[spec.train.precision].parity, Rounded)
     sequences = spec.plan.set_sequences if rounded or spec.model.build().balances_microbatches else 0
     choices = spec.precision, spec.plan.microbatch if is_narrow(spec.train.precision) else None

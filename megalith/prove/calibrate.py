@@ -1,6 +1,6 @@
 """Measures this machine for predictions of a step: rates of products, attention, memory and collectives, written as a cluster file.
 
-Ranks share processors, memory and links, so all ranks measure at once, as the ranks of a run compute at once.
+Ranks share processors, memory and links. All ranks therefore measure at once, as they would compute at once in a run.
 """
 
 import statistics
@@ -31,16 +31,16 @@ from megalith.train.run import choose_device
 
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LITTLE = Llama(layers=1, dim=16, heads=2, kv_heads=1, ffn=32, vocab=8, context=8)
-"""A model whose operations take no longer than their launch."""
+"""A model so small that its operations take no longer than their launch."""
 TRIES = 3
 """Minimum number of repetitions."""
 
 
 class Sizes(NamedTuple):
-    """Sizes of the measured operations, large enough that rates no longer grow on such a device."""
+    """Sizes of the measured operations, so large that on such a device rates would not grow with larger sizes."""
 
     product: int
-    """Rows and columns of a product, and also its largest inner size."""
+    """Rows and columns of the product's result, and its largest inner size."""
     inner: tuple[int, ...]
     """Shorter inner sizes."""
     memory: int
@@ -48,7 +48,7 @@ class Sizes(NamedTuple):
     attention: tuple[int, int, int]
     """Tokens, heads and channels of attention."""
     collective: tuple[int, ...]
-    """Bytes of the whole tensor, the smallest first."""
+    """Bytes of the tensors that collectives transfer, in rising order."""
 
 
 SIZES: Mapping[str, Sizes] = {
@@ -58,7 +58,7 @@ SIZES: Mapping[str, Sizes] = {
 
 
 class Point(NamedTuple):
-    """One measurement: the seconds of an operation `kind` at a size, in a format or among a number of ranks."""
+    """One measurement: the seconds that an operation `kind` takes at a size; `of` is its format or number of ranks."""
 
     kind: str
     of: str
@@ -68,7 +68,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class CalibrationResult:
-    """A measured machine: its cluster, and the measurements behind the cluster's figures."""
+    """A measured machine: its cluster, and the measurements from which the cluster's figures were computed."""
 
     cluster: ClusterSpec
     points: tuple[Point, ...]
@@ -81,9 +81,9 @@ class CalibrationResult:
 def calibrate(ranks: int, *, seconds: float, wanted: str = "auto", sizes: Sizes | None = None) -> CalibrationResult:
     """Measure this machine with `ranks` processes at work: over NCCL if there is a GPU for each, else over gloo on the processor.
 
-    Each of about thirty measurements repeats for `seconds`. On the processor each rank computes with its share of the processors as
-    threads, as a run's ranks do. The ranks are forked from this process, which must not have used a GPU or more than one thread of torch.
-    Raises RuntimeError if a rank fails, TimeoutError if a rank takes far longer than expected.
+    Each of about thirty measurements is repeated for `seconds`. On the processor each rank computes with its share of the
+    processors as threads, as a run's ranks do. The ranks are forked from this process, which must not have used a GPU or more
+    than one thread of torch. Raises RuntimeError if a rank fails, TimeoutError if a rank takes far longer than expected.
     """
     found = worlds.run_ranks(_measure, ranks, wanted, ranks, seconds, sizes, timeout=300 + 60 * seconds)
     name, threads, _ = found[0]
@@ -110,7 +110,8 @@ def _measure(rank: int, wanted: str, ranks: int, seconds: float, sizes: Sizes | 
 
 
 def _alone(device: torch.device, name: str, sizes: Sizes) -> Sequence[tuple[str, str, int, Callable[[], Any]]]:
-    """Return the measurements that each rank makes by itself while the other ranks do the same: kind, format, size, and the work."""
+    """Return the measurements without communication, which all ranks make at the same time: kind, format, size, and the function
+    to time."""
 
     def product(dtype: torch.dtype, inner: int) -> Callable[[], Any]:
         left = torch.randn(sizes.product, inner, device=device).to(dtype)
@@ -141,8 +142,8 @@ def _alone(device: torch.device, name: str, sizes: Sizes) -> Sequence[tuple[str,
 
 
 def _starts(device: torch.device, dtype: torch.dtype) -> tuple[str, str, int, Callable[[], Any]]:
-    """Return forward and backward of a block that computes almost nothing: its time goes into launching operations, including the Python
-    code. The size is the number of operations that a trace counts."""
+    """Return the measurement of a block's forward and backward that compute almost nothing, so that their time is the time to
+    launch operations, including the Python code. The measurement's size is the number of operations."""
     layout = Layout(microbatch=1, seq_len=LITTLE.context, fused=False, width=dtype.itemsize)
     operations = sum(trace_block(LITTLE.build(), 0, layout).kernels.values())
     stage = Stage(LITTLE.build(), 1, 2).to(device, dtype)
@@ -158,18 +159,16 @@ def _starts(device: torch.device, dtype: torch.dtype) -> tuple[str, str, int, Ca
 
 
 def _half(name: str) -> str:
-    """Return the 16-bit format that a device computes in."""
     known = find(name)
     return "bf16" if known is None else known.half
 
 
 def _main(name: str) -> str:
-    """Return the format that most runs on a device compute in."""
     return "fp32" if name == "cpu" else _half(name)
 
 
 def _collectives(device: torch.device, sizes: Sizes, seconds: float, ranks: int) -> list[Point]:
-    """Measure gathers and sums among all ranks, and among pairs of ranks, all pairs at once."""
+    """Measure gathers and sums among all ranks, and then among pairs of ranks, with all pairs at once."""
     found: list[Point] = []
     for count in sorted({2, ranks} if ranks > 1 else ()):
         if ranks % count:
@@ -197,8 +196,8 @@ def _summing(whole: Tensor, group: dist.ProcessGroup) -> Callable[[], Any]:
 def _timed(
     work: Callable[[], Any], device: torch.device, seconds: float, group: dist.ProcessGroup, *, together: bool = False
 ) -> float:
-    """Return the median seconds of `work`, repeated for `seconds` after one unmeasured call. With `together`, all ranks repeat it the same
-    number of times."""
+    """Return the median seconds of a call of `work`, which is called once unmeasured and then again and again for `seconds`.
+    `together`: all ranks make the same number of calls."""
 
     def once() -> float:
         began = time.perf_counter()
@@ -220,8 +219,8 @@ def _timed(
 def cluster_of(name: str, points: Sequence[Point], *, ranks: int, threads: int, sizes: Sizes) -> ClusterSpec:
     """Return the cluster that the points describe. `name` is torch's name for the device, or "cpu" for the processor.
 
-    A device of the catalogue keeps its published rates, and `Measured` has the shares of these rates that were reached. For any other
-    device, the measured rates are its rates, and the shares are 1.
+    A device in the catalogue keeps its published rates, and `Measured` has the fractions of these rates that were reached. Any
+    other device gets the measured rates as its rates, and its fractions are 1.
     """
     cpu, links = name == "cpu", _links(points)
     main, rates, ramps = _main(name), dict[str, float](), dict[str, float]()
@@ -249,7 +248,8 @@ def cluster_of(name: str, points: Sequence[Point], *, ranks: int, threads: int, 
 
 
 def _own_device(name: str, rates: Mapping[str, float], memory_bandwidth: float, ranks: int) -> Accelerator:
-    """Return a device that is not in the catalogue. Ranks on the processor count as devices that share the machine's memory."""
+    """Return an entry for a device that is not in the catalogue. Ranks on the processor count as devices that share the machine's
+    memory."""
     cpu = name == "cpu"
     return Accelerator(
         name="this-machine",
@@ -266,8 +266,8 @@ def _seconds(points: Sequence[Point], kind: str, of: str) -> float:
 
 
 def _rate(points: Sequence[Point], format: str, sizes: Sizes) -> tuple[float, float]:
-    """Return the FLOP/s that products of a format approach as their inner size grows, and the inner size at which they reach half: by least
-    squares, because seconds per FLOP are linear in the inverse of the inner size."""
+    """Return the FLOP/s that products of a format approach as their inner size grows, and the inner size at which they reach half
+    of it. Both come from a least-squares fit, because seconds per FLOP are linear in the inverse of the inner size."""
     mine = [point for point in points if (point.kind, point.of) == ("product", format)]
     inverse = [1 / point.size for point in mine]
     each = [point.seconds / (2 * sizes.product**2 * point.size) for point in mine]
@@ -278,7 +278,6 @@ def _rate(points: Sequence[Point], format: str, sizes: Sizes) -> tuple[float, fl
 
 
 def _attention(points: Sequence[Point], sizes: Sizes, peak: float) -> tuple[float, float]:
-    """Return the shares of `peak` that attention's forward and backward reach."""
     tokens, heads, channels = sizes.attention
     ways: tuple[Phase, ...] = ("F", "I")
     forward, backward = (core_flops(Core(way, 1, heads, heads, tokens, tokens, channels, channels)) for way in ways)
@@ -288,13 +287,13 @@ def _attention(points: Sequence[Point], sizes: Sizes, peak: float) -> tuple[floa
 
 class _Links(NamedTuple):
     rate: float
-    """Bytes/s out of a rank."""
+    """Bytes per second that one rank sends."""
     latency: float
 
 
 def _links(points: Sequence[Point]) -> _Links | None:
-    """Return the rate and the latency at which the model of a collective gives the measured times; None with one rank. The latency comes
-    from the smallest tensors, the rate from the largest."""
+    """Return the rate and the latency with which the model of collectives predicts the measured times; None with only one rank.
+    The latency is fitted to the smallest tensors, the rate to the largest."""
     mine = [point for point in points if point.kind in ("gather", "sum")]
     if not mine:
         return None

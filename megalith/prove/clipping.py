@@ -1,5 +1,5 @@
-"""Clipping on one process, as a reference for a plan's clipping: an implementation separate from the trainer's, for whole tensors, one
-after another."""
+"""Clipping on one process, as a reference for clipping under a plan. This implementation shares no code with the trainer's, and
+clips whole tensors, one after another."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -60,7 +60,7 @@ class Clipping:
 
     @torch.no_grad()
     def scale_heads(self) -> None:
-        """Scale queries and keys of heads whose logits may have exceeded the limit since the last call."""
+        """Scale the weights of queries and keys of heads whose logits may have exceeded `qk_clip` since the last call."""
         for name, module in self._attentions.items():
             queries, keys = self._longest[name]
             group = len(queries) // len(keys)

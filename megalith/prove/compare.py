@@ -16,9 +16,9 @@ from megalith.train.optimizers.rates import learning_rate
 
 USUAL = Reordered()
 AMPLIFIED_LIMIT = 1e-3
-"""Limit of |difference| / reference of a loss, if the optimizer amplifies rounding."""
+"""Limit of a loss's relative difference for optimizers that amplify rounding."""
 Gap = tuple[float, str]
-"""The distance of a quantity, and its place."""
+"""The difference of a quantity between two runs, and where it was found."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class StepRouting:
 
 @dataclass
 class Recording:
-    """Recording of a run, step by step. Tensors are whole, by their name in the model."""
+    """Recording of a run, step by step. Tensors are whole (not sharded), and have their names in the model."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -45,17 +45,17 @@ class Recording:
     microbatches: list[dict[str, Tensor]] = field(default_factory=list)
     """Gradient of each microbatch in the first step. Only a run on one process records them."""
     maxima: dict[str, TrackedMaxima] = field(default_factory=dict)
-    """Maxima that scales of rows and tensors followed in the first step, by layer and factor (`kernels.narrow.maxima`), and the maxima of
-    the first step that delayed scales follow in the second."""
+    """The largest values that rows and tensors had when they were scaled in the first step, by layer and factor
+    (`kernels.narrow.maxima`). The maxima that delayed scales follow in the second step are included."""
 
     def first(self) -> "Recording":
-        """The recording of the first step alone, but with the weights at the end of the run."""
+        """The recording of the first step alone, but with the weights from the end of the run."""
         return Recording(self.losses[:1], self.norms[:1], self.gradients[:1], self.routing[:1], self.weights)
 
 
 @dataclass(frozen=True)
 class Row:
-    """The comparison of one quantity: the worst gap, its place, and the limit."""
+    """The comparison of one quantity: its largest difference, the place of that difference, and the limit."""
 
     quantity: str
     gap: float
@@ -68,14 +68,14 @@ class Row:
 
 
 def ties(expected: Recording, found: Recording, *, tie: float) -> int:
-    """Count the tokens with another expert than in the reference whose scores differ by less than `tie`. A run with such tokens proves
-    nothing; draw another."""
+    """Count the tokens that went to another expert than in the reference although the two experts' scores differ by less than
+    `tie`. A run with such tokens proves nothing, and another run must be drawn."""
     return sum(int((moved & ~clear).sum()) for moved, clear, _ in moved_tokens(expected, found, tie=tie))
 
 
 def moved_tokens(expected: Recording, found: Recording, *, tie: float) -> Iterator[tuple[Tensor, Tensor, str]]:
-    """Yield for each router and step the number of tokens with another expert, and how many of their scores differed by more than `tie`.
-    Steps after the first tie are left out, because they differ anyway."""
+    """For each router and step, yield which tokens went to another expert than in the reference, and which tokens had scores that
+    differed by more than `tie`. Steps after the first such token are left out, because they differ anyway."""
     for step, (theirs, ours) in enumerate(zip(expected.routing, found.routing, strict=True)):
         moves = []
         for name, routed in theirs.items():
@@ -87,9 +87,10 @@ def moved_tokens(expected: Recording, found: Recording, *, tie: float) -> Iterat
 
 
 def compare(expected: Recording, found: Recording, *, spec: RunSpec, limits: Reordered = USUAL) -> list[Row]:
-    """Return the worst gap of each quantity between two runs that differ in the order of sums alone.
+    """Return the largest difference of each quantity between two runs that differ only in the order of sums.
 
-    An optimizer that amplifies rounding (`spec.treatment.amplifies`) is compared in its first step, and then only by its losses.
+    A run with an optimizer that amplifies rounding (`spec.treatment.amplifies`) is compared completely in its first step, and
+    only by its losses after that.
     """
     if len(expected.losses) > 1 and amplifies(spec.optimizer):
         return _by_losses(expected, found, spec=spec, limits=limits)
@@ -117,7 +118,6 @@ def compare(expected: Recording, found: Recording, *, spec: RunSpec, limits: Reo
 
 
 def _by_losses(expected: Recording, found: Recording, *, spec: RunSpec, limits: Reordered) -> list[Row]:
-    """Compare the first step, which both runs begin with the same weights, and the losses of all steps."""
     one = compare(expected.first(), found.first(), spec=spec, limits=limits)
     losses = [
         (abs(theirs - ours) / abs(theirs), f"step {step + 1}")
@@ -129,25 +129,26 @@ def _by_losses(expected: Recording, found: Recording, *, spec: RunSpec, limits: 
 
 
 def learning_rates(spec: RunSpec) -> float:
-    """Return the sum of the learning rates of all steps: about the largest change of a weight."""
+    """Return the sum of the learning rates of all steps, which is about the largest possible change of a weight."""
     return sum(learning_rate(step, spec=spec.optimizer, steps=spec.train.steps) for step in range(spec.train.steps))
 
 
 def router_gaps(expected: Recording, found: Recording) -> list[Gap]:
-    """Return the largest |difference| of each lasting buffer: loads and biases of routers."""
+    """Return the largest |difference| of each buffer that checkpoints hold: loads and biases of routers."""
     names = sorted(name for name in expected.weights.keys() - expected.gradients[0].keys() if not name.endswith(HISTORY))
     return [(float((found.weights[name] - expected.weights[name]).abs().max()), name) for name in names]
 
 
 def _gradient_gaps(expected: dict[str, Tensor], found: dict[str, Tensor], floor: float, step: str) -> Iterator[Gap]:
-    """Differences as a share of each tensor's largest gradient. A tensor whose gradients cancel out (a bias of keys, which shifts all
-    scores alike) holds only rounding errors, so it is measured against the model's largest gradient."""
+    """Yield the differences relative to each tensor's largest gradient. If the gradients of a tensor cancel out (as for a bias of
+    keys, which shifts all scores alike), the tensor has only rounding errors, so its differences are measured against the model's
+    largest gradient."""
     least = floor * max(float(g.abs().max()) for g in expected.values())
     for name, g in expected.items():
         yield float((found[name] - g).abs().max()) / max(float(g.abs().max()), least), f"{name}, {step}"
 
 
 def worst(gaps: list[Gap], limit: float) -> tuple[float, float, str]:
-    """Return the row of the largest gap: its value, limit and place. A NaN counts as the largest."""
+    """Return the largest gap with the limit and its place. A NaN counts as the largest gap."""
     gap, where = max(gaps, key=lambda found: (found[0] != found[0], found[0]))
     return gap, limit, where

@@ -1,10 +1,11 @@
-"""The coordinate check: it tests whether a model's outputs, and their changes by an update, keep their size as the model grows (Yang et al.
-2022, "Tensor Programs V", arXiv:2203.03466, appendix D.1). If they do, a learning rate tuned on a small model suits a large one.
+"""The coordinate check: it tests whether a model's outputs, and their changes by an update, keep their size as the model grows
+(Yang et al. 2022, "Tensor Programs V", arXiv:2203.03466, appendix D.1). If outputs keep their size, a learning rate tuned on a
+small model suits a large one.
 
-Models of several widths, or depths, are trained for a few steps on the same random tokens, in one process and in fp32. After each step the
-check takes the root mean square of the output of the first half of the blocks, of the output of all blocks, of the attention scores, and of
-the change of the logits since the start. The slope is the change of such a number's logarithm with the logarithm of the model's size; 0
-means that it does not grow.
+Models of several widths, or depths, are trained for a few steps on the same random tokens, in one process and in fp32. After each
+step the check takes the root mean square of the output of the first half of the blocks, of the output of all blocks, of the
+attention scores, and of the change of the logits since the start. The slope is the change of the logarithm of a root mean square
+with the logarithm of the model's size; 0 means that the quantity does not grow.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,15 +32,16 @@ from megalith.train.batches import Cut, to_batch
 
 Axis = Literal["width", "depth"]
 SEQUENCES, LENGTH, VOCAB = 2, 16, 64
-"""Sizes of the random tokens that all models are trained on. They are few, because an update is the sum of every token's gradient. With
-more tokens than a small model's width, the random parts of this sum hide how it grows."""
+"""Sequences, length and vocabulary of the random tokens on which all models are trained. The tokens are few, because an update is
+the sum of every token's gradient: with more tokens than a small model's width, the random parts of this sum would hide how the
+update grows."""
 
 WIDTHS = ("heads", "kv_heads", "ffn", "expert_ffn", "shared_ffn")
-"""Sizes of a family that grow with its width. The size of a head stays the same."""
+"""The sizes in a family's description that grow with its width. The size of a head stays the same."""
 PLACES = ("half way", "last block")
 QUANTITIES = (*PLACES, "attention scores", "change of logits")
-"""The quantities that are measured. Outputs are taken after half of the blocks and after all, because in a deeper model the same block
-number is at another relative depth."""
+"""The measured quantities. Outputs are taken after half of the blocks and after all blocks: a block with a fixed number would be
+at another relative depth in a deeper model."""
 
 
 class Series(NamedTuple):
@@ -53,7 +55,7 @@ class Series(NamedTuple):
 
 @dataclass(frozen=True)
 class CoordinateCheck:
-    """Result of one parametrization along one axis. `sizes`: widths, or numbers of blocks."""
+    """Result of one parametrization along one axis. `sizes`: the widths, or the numbers of blocks, of the models."""
 
     parametrization: Parametrization
     axis: Axis
@@ -66,20 +68,20 @@ class CoordinateCheck:
         return max(self.series, key=lambda one: abs(one.slope))
 
     def to_json(self, limit: float) -> dict[str, Any]:
-        """Return all values for JSON, and True if no slope is steeper than `limit`."""
+        """Return all values for JSON; "flat" is True if no slope is steeper than `limit`."""
         series = [{**one._asdict(), "slope": one.slope if np.isfinite(one.slope) else None} for one in self.series]
         named = {"parametrization": self.parametrization, "axis": self.axis, "sizes": list(self.sizes)}
         return {**named, "flat": abs(self.worst.slope) <= limit, "worst": self.worst.quantity, "series": series}
 
     def steepest(self, quantity: str) -> Series:
-        """Return the series of a quantity at the step with its steepest slope."""
+        """Return the series of one quantity at the step where its slope is steepest."""
         return max((one for one in self.series if one.quantity == quantity), key=lambda one: abs(one.slope))
 
 
 def sized(model: Model, axis: Axis, size: int, base: int, parametrization: Parametrization) -> Model:
     """Return the model with another width or number of blocks, parametrized from `base` (a width or a number of blocks).
 
-    Raises ValueError if the number of heads is not whole.
+    Raises ValueError if a width does not hold a whole number of heads.
     """
     changes: dict[str, Any] = {"parametrization": parametrization}
     changes |= {"base_dim": None, "base_layers": None}
@@ -98,7 +100,7 @@ def _widened(model: Model, dim: int) -> dict[str, Any]:
         if usual is not None:
             found[name] = max(1, round(usual * dim / model.dim))
     if dim % head_dim or model.heads * dim % model.dim:
-        raise ValueError(f"a width of {dim} holds no whole number of heads of {head_dim}: use multiples of {head_dim}")
+        raise ValueError(f"a width of {dim} is not a multiple of the head size {head_dim}: use multiples of {head_dim}")
     kv = found.get("kv_heads")
     if kv is not None and found["heads"] % kv:
         raise ValueError(
@@ -118,8 +120,8 @@ def check(
     seeds: Sequence[int],
     on_start: Callable[[int, int], None] = lambda size, seed: None,
 ) -> CoordinateCheck:
-    """Train every size with every seed and return the slopes. `on_start` is called before each size. The smallest size is the base, unless
-    the run names another. Raises ValueError for an impossible size."""
+    """Train a model of every size with every seed, and return the slopes. `on_start` is called before each training. The base of
+    the parametrization is the smallest size, unless the run names another base. Raises ValueError if a size is impossible."""
     model = spec.model
     named = model.base_dim if axis == "width" else model.base_layers
     base = named or min(sizes)
@@ -186,7 +188,7 @@ def _rms(values: Tensor) -> float:
 
 @contextmanager
 def _watched(stage: Stage) -> Iterator[dict[str, float]]:
-    """Set hooks that take the root mean square of block outputs, and of all attention scores together."""
+    """Set hooks that take the root mean square of block outputs, and of the attention scores of all blocks together."""
     seen: dict[str, float] = {}
     scores: list[float] = []
     blocks = list(stage.blocks.values())

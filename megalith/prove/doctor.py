@@ -1,10 +1,7 @@
 """The doctor's checks that need torch: does a device give the same result twice, do ranks agree on a collective, and how fast are links?
 
-All checks return `machine.health.Finding`s. A device that fails must not train: at first its errors are not visible in the loss.
-
-    python -m megalith.prove.doctor --seconds 2 --device auto
-
-burns in every device of this machine and prints the findings as JSON. A fleet runs this command before an excluded node returns.
+All checks return `machine.health.Finding`s. A device with wrong results must not train, because at first its errors do not show
+in the loss. A fleet runs this command on an excluded node before the node may return.
 """
 
 import argparse
@@ -81,7 +78,7 @@ def devices(wanted: str = "auto") -> list[str]:
 
 
 def burn_in_all(wanted: str = "auto", *, seconds: float) -> list[Finding]:
-    """Burn in all devices at once, for `seconds` in total."""
+    """Burn in all devices at the same time, each for `seconds` in total."""
 
     def burn(device: str) -> list[Finding]:
         try:
@@ -98,8 +95,9 @@ def burn_in_all(wanted: str = "auto", *, seconds: float) -> list[Finding]:
 
 
 def collectives(device: torch.device | str = "cpu", *, group: dist.ProcessGroup, size: int = 1 << 20) -> list[Finding]:
-    """Check an all-reduce of `size` whole numbers whose sum is known exactly and an all-gather, and measure the speed. Every rank of the
-    group must call this and gets the same findings, which name the ranks with a wrong result.
+    """Check an all-reduce of `size` whole numbers, whose sum is known exactly, and an all-gather. Measure the speed of the
+    all-reduce. Every rank of the group must call this function, and gets the same findings, which name the ranks with a wrong
+    result.
     """
     rank, world = group.rank(), group.size()
     device = torch.device(device)
@@ -131,12 +129,13 @@ def _summed(bad: list[int], world: int) -> Finding:
 def _speed(size: int, seconds: float, world: int) -> Finding:
     """Report the rate at which each rank sends in a ring all-reduce: at least 2 (n - 1) / n of the data."""
     rate = 2 * (world - 1) / world * size / seconds
-    return Finding("all-reduce speed", "ok", f"{rate / GIB:.3g} GiB/s a rank", "for comparison with other nodes")
+    return Finding("all-reduce speed", "ok", f"{rate / GIB:.3g} GiB/s a rank", "no limit: compare it with other nodes")
 
 
 @dataclass(frozen=True)
 class Link:
-    """The link from one rank to the next: bytes per second in the best of several rounds, and elements that arrived altered."""
+    """The link from one rank to the next: its bytes per second in the best of several rounds, and the number of elements that
+    arrived altered."""
 
     source: int
     target: int
@@ -159,8 +158,8 @@ def links(
     """Measure the bandwidth from each rank to the next in a ring, with all ranks at once, and check that the bytes arrive
     unchanged.
 
-    Every rank of the group must call it. `node`: the machine's name, which identifies links between machines. A ring over all machines is
-    as slow as the slowest of these links.
+    Every rank of the group must call this function. `node`: the machine's name, which identifies links between machines. A ring
+    all-reduce over all machines is as slow as the slowest of these links.
     """
     rank, world, device = group.rank(), group.size(), torch.device(device)
     if world < 2:
@@ -187,7 +186,6 @@ def links(
 
 
 def _pass_on(sent: torch.Tensor, got: torch.Tensor, before: int, after: int, group: dist.ProcessGroup) -> float:
-    """Send to the next rank while receiving from the previous one; return the seconds until everything has arrived."""
     dist.barrier(group=group)
     began = time.perf_counter()
     both = [
@@ -202,7 +200,8 @@ def _pass_on(sent: torch.Tensor, got: torch.Tensor, before: int, after: int, gro
 
 
 def _judge_links(name: str, found: Sequence[Link]) -> Finding:
-    """Return one finding for all links of a kind. A slow link is only a warning, because another program may have used it."""
+    """Return one finding for all links within nodes, or for all links between nodes. A slow link is only a warning, because
+    another program may have used it."""
     slowest, median = min(found, key=lambda one: one.speed), statistics.median(one.speed for one in found)
     limit = f"bytes arrive as sent, no link {SLOW:g} times slower than the median"
     value = f"slowest {slowest.speed / GIB:.3g} GiB/s ({slowest}), median {median / GIB:.3g} GiB/s of {len(found)}"
@@ -214,7 +213,6 @@ def _judge_links(name: str, found: Sequence[Link]) -> Finding:
 
 
 def _check_ranks(rank: int, wanted: str, local_world: int) -> list[Finding]:
-    """Run the checks as one of several ranks on this machine, which are joined by gloo."""
     device, group = choose_device(wanted, rank, local_world), dist.group.WORLD
     if device.type == "cuda":
         group = dist.new_group(list(range(local_world)), backend="nccl", device_id=device)
@@ -237,8 +235,9 @@ def check_ranks(ranks: int, *, wanted: str = "auto", timeout: float = 120.0) -> 
 
 
 def check_place(place: Place, own: Sequence[Finding], *, burn_in_seconds: float, wanted: str = "auto") -> list[Finding]:
-    """Run the checks of ranks that torchrun, srun or another launcher started, and return the same findings on every rank: `own`, each
-    rank's findings about its machine, and a burn-in of its device, both named by machine; and the collective checks among all ranks."""
+    """Run the checks of ranks that torchrun, srun or another launcher started, and return the same findings on every rank. They
+    are: `own`, each rank's findings about its machine; a burn-in of each rank's device; and the collective checks among all
+    ranks. The names of the first two kinds contain the machine's name."""
     device = choose_device(wanted, place.local_rank, place.local_world)
     patience = LaunchSpec().timeout + 2 * len(DTYPES) * burn_in_seconds  # others compute for as long
     world = join(place, launch=LaunchSpec(timeout=patience), device=device)
@@ -258,7 +257,7 @@ def check_place(place: Place, own: Sequence[Finding], *, burn_in_seconds: float,
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Burn in this machine's devices, and print the findings as JSON. This process ends when its parent does."""
+    """Burn in this machine's devices, and print the findings as JSON. The process ends when its parent ends."""
     parent_watch.die_with_parent(os.getppid())
     parser = argparse.ArgumentParser(prog="python -m megalith.prove.doctor", description="Burn in this machine's devices.")
     parser.add_argument("--seconds", type=float, default=2.0)

@@ -1,7 +1,8 @@
-"""Plans drawn at random so that every compatible pair of choices occurs: `parity --random` runs them to prove any combination.
+"""Plans drawn at random so that every compatible pair of choices occurs: `parity --random` runs these plans to prove any
+combination.
 
-Most faults of combinations need two things to meet (Kuhn et al. 2004, "Software fault interactions"), so a sample with every pair of values
-of any two axes finds most of these faults; further draws look for faults that need three choices.
+Most faults of combinations need two choices to meet (Kuhn et al. 2004, "Software fault interactions"). A sample with every pair
+of values of any two axes therefore finds most faults, and further draws look for faults that need three choices.
 """
 
 from collections import Counter
@@ -31,25 +32,27 @@ from megalith.prove.axes import (
 FIRST = dict.fromkeys(
     ("dp_shard", "dp_replicate", "tensor", "context", "pipeline", "expert", "retain", "phases", "moments", "clipping"), 0.5
 ) | {"precision": 0.9, "sites": 0.8}
-"""Probability that an axis keeps its first value without a draw. Otherwise nearly every combination would have too many ranks; and faults
-show best in the first precision."""
+"""Probability that an axis keeps its first value without a draw. Without these probabilities nearly every combination would have
+too many ranks. The first precision is preferred because faults show best in it."""
 
 TRIES = 600
 """The number of random combinations from which draws are chosen."""
 
 SWEEPS = 2
-"""A search for a combination ends after this many sweeps over all changes of one choice that do not reduce the objections."""
+"""A search for a valid combination changes one choice at a time. The search ends after this many rounds over all possible changes
+in which the number of conflicts does not fall."""
 
 RETRIES = 2
-"""Searches, each from another combination, after which no draw shows a pair."""
+"""Number of searches for a combination with a given pair, each from another combination, after which no draw covers this pair."""
 
 SEARCHES = 3
-"""Searches, each from another combination, after which a pair is refused; one is enough if an objection stays throughout."""
+"""Number of searches, each from another combination, after which a pair counts as impossible. One search is enough if a conflict
+remains whichever choice is changed."""
 
 
 def draw(count: int | None, seed: int, axes: Axes = AXES) -> list[ParityCase]:
-    """Return `count` distinct valid combinations of values of `axes`. The first ones cover all pairs that can be combined, as far as
-    `count` allows; with None, only these are returned. The same seed gives the same combinations."""
+    """Return `count` distinct valid combinations of values of `axes`. The first combinations cover all possible pairs of choices,
+    as far as `count` allows; with `count=None`, only these are returned. The same seed gives the same combinations."""
     random = Random(seed)
     pool = _pool(random, max(TRIES, 8 * (count or 0)), axes)
     chosen = [] if count is None else _cover(random, pool, axes, count)
@@ -65,11 +68,11 @@ def draw(count: int | None, seed: int, axes: Axes = AXES) -> list[ParityCase]:
 
 
 def _cover(random: Random, pool: Sequence[ParityCase], axes: Axes, count: int | None) -> list[ParityCase]:
-    """Return draws that cover all pairs of a pool, as far as `count` allows. Each is the combination of the pool with the most new pairs
-    for its effort, after its choices were changed one by one to cover more.
+    """Return draws that cover all pairs of a pool, as far as `count` allows. The next draw is always the combination with the
+    most uncovered pairs for its cost; then its choices are changed one by one so that it covers more pairs.
 
-    A draw's number of new pairs only falls as other draws are chosen. So an earlier value is an upper bound, and few draws must be examined
-    again (Minoux 1978).
+    The number of uncovered pairs of a combination only falls as other draws are chosen. An earlier number is therefore an upper
+    bound, and few combinations must be examined again (Minoux 1978).
     """
     left = frozenset[Pair]().union(*(one.pairs for one in pool))
     bounds = [(-_worth(one.choices, left), number) for number, one in enumerate(pool)]
@@ -87,12 +90,10 @@ def _cover(random: Random, pool: Sequence[ParityCase], axes: Axes, count: int | 
 
 
 def _worth(choices: Choices, left: frozenset[Pair]) -> float:
-    """Return the number of pairs of `left` that a combination covers, divided by its effort."""
     return len(pairs_of(choices) & left) / cost_of(choices)
 
 
 def _climbed(random: Random, one: ParityCase, axes: Axes, left: frozenset[Pair]) -> ParityCase:
-    """Change the choices of a draw one by one, as long as it then covers more pairs of `left` for its effort."""
     before = None
     while one is not before:
         before = one
@@ -107,7 +108,6 @@ def _climbed(random: Random, one: ParityCase, axes: Axes, left: frozenset[Pair])
 
 
 def _needed(chosen: Sequence[ParityCase]) -> list[ParityCase]:
-    """Drop draws whose pairs all occur in other draws, the costliest first."""
     times = Counter(pair for one in chosen for pair in one.pairs)
     needless = set[Choices]()
     for one in sorted(chosen, key=lambda one: cost_of(one.choices), reverse=True):
@@ -124,7 +124,8 @@ def uncovered(draws: Sequence[ParityCase], axes: Axes = AXES) -> list[Pair]:
 
 
 def conflict_of(pair: Pair) -> list[Problem]:
-    """Return the objections to a pair of choices that stay whatever the other choices are; none if a combination proves the pair."""
+    """Return the conflicts of a pair of choices that remain whatever the other choices are; none if a combination can prove the
+    pair."""
     return _search(Random(0), pair, AXES)[1]
 
 
@@ -136,13 +137,11 @@ def _every(axes: Axes) -> Iterator[Pair]:
 
 
 def _pool(random: Random, tries: int, axes: Axes) -> list[ParityCase]:
-    """Return the valid combinations among `tries` random ones."""
     tried = dict.fromkeys(_any(random, (), axes) for _ in range(tries))
     return [ParityCase(choices, spec) for choices in tried if (spec := valid_run(choices)) is not None]
 
 
 def _missing(random: Random, pool: Sequence[ParityCase], axes: Axes) -> list[ParityCase]:
-    """Return a combination for each pair that no draw of the pool covers, if one exists."""
     found, shown = list[ParityCase](), set[Pair]()
     for pair in uncovered(pool, axes):
         if pair in shown:
@@ -154,7 +153,8 @@ def _missing(random: Random, pool: Sequence[ParityCase], axes: Axes) -> list[Par
 
 
 def _search(random: Random, pair: Pair, axes: Axes) -> tuple[ParityCase | None, list[Problem]]:
-    """Look for a combination that proves a pair, from several others. If none is found, return None and the fewest objections left."""
+    """Search for a combination that proves a pair, starting from several combinations. If none is found, return None and the
+    smallest list of conflicts that remained."""
     if not BELOW_FP32 & pair:  # which rounded precisions do not prove
         exact = {name: asked for name, asked in axes["precision"].items() if ("precision", name) not in ROUNDED}
         if not exact:
@@ -172,8 +172,9 @@ def _search(random: Random, pair: Pair, axes: Axes) -> tuple[ParityCase | None, 
 
 
 def _without_objections(random: Random, pair: Pair, axes: Axes) -> tuple[Choices, list[Problem], bool]:
-    """Change one other choice of a random combination after another, never to more objections, of which each factor of two too many ranks
-    is one. Return the combination with its objections, and whether these stay whichever choice is changed: then the others are left out."""
+    """Start from a random combination with the pair, and change its other choices one at a time, accepting no change that adds
+    conflicts. If there are too many ranks, each necessary halving of their number counts as one conflict. Return the combination,
+    its conflicts, and True if some conflicts stay whichever choice is changed; then only these are returned."""
     choices = _any(random, pair, axes)
     left, before = list(conflicts(choices)), halvings(choices)
     changes, idle = [(axis, value) for axis in axes if axis not in dict(pair) for value in axes[axis]], 0
@@ -195,7 +196,6 @@ def _without_objections(random: Random, pair: Pair, axes: Axes) -> tuple[Choices
 
 
 def _any(random: Random, fixed: Iterable[Choice], axes: Axes) -> Choices:
-    """Return a random combination that has the `fixed` choices."""
     known = dict(fixed)
     return tuple((axis, known.get(axis) or _value(random, axis, axes)) for axis in axes)
 

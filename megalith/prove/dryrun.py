@@ -1,7 +1,7 @@
 """Counts a rank's step without the machine: the trainer's own `assemble` and `train_step` run on fake tensors and fake groups.
 
-The real code is counted, so the counts cannot deviate from it, as those of a model could. CPU kernels are traced: the internal allocations
-of GPU kernels, and fragmentation of the caching allocator, are not included.
+Because the real code runs, its counts cannot deviate from a real step, as the counts of a separate model could. CPU kernels are
+traced: the internal allocations of GPU kernels, and fragmentation of the caching allocator, are not included.
 """
 
 import time
@@ -29,14 +29,14 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class RankCounts:
-    """Counts of one rank's building and first step."""
+    """The counts from the time in which one rank built its trainer and computed its first step."""
 
     coordinates: dict[str, int]
     parts: list[str]
     parameters: int
     state: dict[str, int]
-    """Bytes of the rank's share between steps: weights, gradients (once all are computed), optimizer. For a tier, also the peak of what
-    blocks keep there."""
+    """Bytes of the rank's share between steps: weights, gradients (once all are computed), optimizer. For the tiers host and
+    disk, the bytes also include the peak of what blocks keep there for backward."""
     memory: Memory
     memory_timeline: list[dict[str, int]]  # bytes by category along the step
     traffic: list[Traffic]
@@ -56,7 +56,7 @@ class DryRun:
 
 
 def dryrun(spec: RunSpec, *, rank: int) -> DryRun:
-    """Run rank `rank` of the run's plan dry. Raises RuntimeError if this process is already a rank of a process group."""
+    """Make a dry run of rank `rank` of the run's plan. Raises RuntimeError if this process is already a rank of a process group."""
     began = time.perf_counter()
     with ExitStack() as stack:
         stack.enter_context(fake.groups_of(spec.plan.ranks, rank=rank))
@@ -67,7 +67,7 @@ def dryrun(spec: RunSpec, *, rank: int) -> DryRun:
 
 
 def count(spec: RunSpec, microbatches: Sequence[Samples], *, fake_tensors: bool) -> RankCounts:
-    """Count this rank's first step on `microbatches`, with CPU tensors or fake ones. All ranks call this together.
+    """Count this rank's first step on `microbatches`, with CPU tensors or fake ones. All ranks must call this function together.
 
     Routers distribute tokens evenly, because fake scores have no values, and real scores would differ from step to step.
     """
@@ -111,12 +111,10 @@ def count(spec: RunSpec, microbatches: Sequence[Samples], *, fake_tensors: bool)
 
 
 def _target(spec: RunSpec) -> str:
-    """Return the kind of device on which the run is to train."""
     return CPU.type if spec.cluster == "local" else cluster.load(spec.cluster).accelerator.kind
 
 
 def _outer(trainer: Trainer) -> list[torch.Tensor]:
-    """Make the tensors that merges with other sites keep on the device for this rank's weights; none in a run without sites."""
     if (sites := trainer.run.sites) is None:
         return []
     shapes = {name: tuple(trainer.state.master(name).shape) for name in trainer.state.masters}
@@ -125,7 +123,8 @@ def _outer(trainer: Trainer) -> list[torch.Tensor]:
 
 
 def single_documents(spec: RunSpec) -> Samples:
-    """Return a microbatch in which every sequence is one document, which gives attention the most pairs and a rank the most bytes."""
+    """Return a microbatch in which every sequence is one document, the case in which attention has the most pairs, and a rank the
+    most bytes."""
     rows, length = spec.plan.microbatch, spec.train.seq_len
     tokens = np.zeros((rows, length), dtype=np.int64)
     positions = np.tile(np.arange(length), (rows, 1))

@@ -1,5 +1,5 @@
-"""One rank without the other ranks of its world: tensors without data, process groups that send nothing, and fixed values wherever the code
-reads data.
+"""One rank of a world without the other ranks: tensors without data, process groups that send nothing, and fixed values wherever
+the code reads data.
 
 Tensors are torch's fake tensors, which know shapes, types and storages; groups are torch's fake process groups, which finish at once.
 """
@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 ANSWER = 4.0
-"""Value of every number read from a fake tensor. It is finite like a loss, and above the usual limit of a gradient norm, so that the step
-includes clipping."""
+"""Value of every number that is read from a fake tensor. The value is finite, as a loss must be, and above the usual limit of a
+gradient norm, so that the step includes clipping."""
 
 
 @contextmanager
@@ -40,9 +40,9 @@ def groups_of(world: int, *, rank: int) -> Iterator[None]:
 
 
 class Fakes(FakeTensorMode):
-    """A mode in which tensors have no data. Modules on the meta device do not change, because torch cannot move a fake module's parameters
-    to another device. Every value that the code reads is the same constant. The class extends torch's mode instead of adding a second one,
-    because every operation, and every query of a device, passes through each mode.
+    """A mode in which tensors have no data. Modules on the meta device do not change, because torch cannot move a fake module's
+    parameters to another device. Every value that the code reads from a tensor is the same constant. The class extends torch's
+    mode instead of adding a second mode, because every operation and every query of a device would pass through both.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Fakes(FakeTensorMode):
 
 
 def _on_meta(args: Any, kwargs: dict[str, Any]) -> bool:
-    """True if an operation runs on the meta device, judged by its first tensor, or without a tensor by the device of its result."""
+    """True if an operation runs on the meta device: the device of its first tensor argument or, if it has none, of its result."""
     device = kwargs.get("device")
     if device is not None and torch.device(device).type != "meta":
         return False

@@ -13,7 +13,8 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Lever:
-    """A change of the plan, the category of memory that it reduces, and by what share (an upper bound for recomputation)."""
+    """A change of the plan, the category of memory that it reduces, and the fraction that it saves (an upper bound for
+    recomputation)."""
 
     change: str
     category: str
@@ -21,15 +22,14 @@ class Lever:
 
 
 def _allowed(spec: RunSpec, key: str, value: object) -> bool:
-    """Return True if `check` allows a value of `plan.state` for the run."""
     plan = spec.plan.model_copy(update={"state": spec.plan.state.model_copy(update={key: value})})
     changed = spec.model_copy(update={"plan": plan})
     return not any(problem.key == f"plan.state.{key}" for problem in check(changed, files=False))
 
 
 def _weights(spec: RunSpec) -> Lever | None:
-    """Return the lever that makes weights from state off the device, if `check` allows it for the run: only the weights of two parts
-    remain."""
+    """Return the change that makes weights from state off the device, if `check` allows it for the run. Only the weights of two
+    parts then remain on the device."""
     state = spec.plan.state
     if not state.away or state.weights_away or not _allowed(spec, "weights", state.optimizer):
         return None
@@ -37,7 +37,7 @@ def _weights(spec: RunSpec) -> Lever | None:
 
 
 def _release(spec: RunSpec) -> Lever | None:
-    """Return the lever that releases gradients, if `check` allows it for the run: only the gradients of one part remain."""
+    """Return the change that releases gradients, if `check` allows it for the run. Only the gradients of one part then remain."""
     state = spec.plan.state
     if state.optimizer != "disk" or state.release or not _allowed(spec, "release", True):
         return None
@@ -45,8 +45,8 @@ def _release(spec: RunSpec) -> Lever | None:
 
 
 def _retain(spec: RunSpec) -> Lever | None:
-    """Return the lever that moves activations to the host's memory, if `check` allows it for the run: only the activations of two blocks
-    remain."""
+    """Return the change that moves activations to the host's memory, if `check` allows it for the run. Only the activations of
+    two blocks then remain on the device."""
     plan = spec.plan.model_copy(update={"retain": spec.plan.retain.model_copy(update={"blocks": "host"})})
     allowed = check(spec.model_copy(update={"plan": plan}), files=False)
     if spec.plan.retain.away or any(problem.key.startswith("plan.retain.") for problem in allowed):
@@ -70,16 +70,17 @@ LEVERS: tuple[Callable[[RunSpec], Lever | None], ...] = (
 
 
 def does_not_fit(spec: RunSpec, memory: Memory, limit: int) -> Problem | None:
-    """Return the problem if more than `limit` bytes are held at once. It names the category that holds most, and ways out, cheapest first.
+    """Return a problem if a rank holds more than `limit` bytes at once. The problem names the category with the most bytes, and
+    remedies, cheapest first.
 
-    The effect of a change is estimated by proportion; only a dry run with the change is exact.
+    The effect of a remedy is estimated by proportion; only a dry run with the changed plan is exact.
     """
     if memory.total <= limit:
         return None
     over = memory.total - limit
     if memory.building > sum(memory.peak.values()) and sum(memory.peak.values()) <= limit:
         reason = f"while a rank builds the model, one whole part at a time, it holds {_gib(memory.building)} of {_gib(limit)}"
-        way_out = "The largest part, with one rank's experts, decides. With experts raise plan.expert; else use devices with more memory."
+        way_out = "The largest part, with one rank's experts, sets this peak. Raise plan.expert, or use devices with more memory."
         return Problem("error", "model", None, reason, way_out)
     largest = max(memory.peak, key=memory.peak.__getitem__)
     split = ", ".join(f"{name} {_gib(size)}" for name, size in sorted(memory.peak.items(), key=lambda item: -item[1]))

@@ -1,6 +1,6 @@
-"""Meter of a rank, at torch's dispatcher: bytes held by category, collectives by axis, FLOPs by kind.
+"""A meter of one rank at torch's dispatcher: it counts bytes held by category, collectives by axis, and FLOPs by kind.
 
-The same meter counts real and dry runs, because both use the dispatcher. It does not see internal allocations of kernels.
+The same meter counts real and dry runs, because both use the dispatcher. The meter does not see internal allocations of kernels.
 """
 
 import weakref
@@ -28,7 +28,7 @@ Category: TypeAlias = Literal["weights", "gradients", "optimizer", "activations"
 CATEGORIES: tuple[Category, ...] = (*STATE_CATEGORIES, "activations", "buffers")
 ACTIVATIONS = CATEGORIES.index("activations")
 ELSEWHERE = len(CATEGORIES)
-"""Label of bytes that are not on the device and not counted as its memory."""
+"""Label of bytes off the device, which are not counted as its memory."""
 
 KINDS = {
     "_allgather_base_": "all-gather",
@@ -45,7 +45,8 @@ KINDS = {
 }
 STATE_AXES = frozenset({"dp_shard", "dp_replicate", "expert dp_shard", "expert dp_replicate"})
 REDUCTIONS = frozenset({"all-gather", "reduce-scatter", "all-reduce"})
-"""Collectives of weights and gradients, and their axes; their tensors count as buffers."""
+"""The collectives and axes with which weights and gradients are communicated; the tensors of these collectives count as buffers.
+"""
 
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"})
 ATTENTION = {  # operation: matrix products of queries by keys that it takes; forward two, backward five
@@ -75,8 +76,9 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of live tensors. `peak`: by category, at the moment of the step's largest total; `most`: the peak of each category by itself;
-    `between`: after the step; `building`: the largest total before the step."""
+    """Bytes of live tensors. `peak`: bytes by category at the moment when their total was largest during the step; `most`: the
+    peak of each category by itself; `between`: bytes by category after the step; `building`: the largest total before the step.
+    """
 
     peak: dict[str, int]
     most: dict[str, int]
@@ -85,14 +87,14 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """The largest total, before or in the step."""
+        """The largest total of bytes, before the step or in it."""
         return max(self.building, sum(self.peak.values()))
 
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs by kind (a multiply-add is two; causal attention counts only unmasked pairs), and the bytes that all other operations read and
-    write."""
+    """FLOPs of products and of attention (a multiply-add is two; causal attention counts only unmasked pairs), and the bytes that
+    all other operations read and write."""
 
     products: int
     attention: int
@@ -100,7 +102,8 @@ class Work:
 
 
 class Meter(TorchDispatchMode):
-    """Counts while it is entered. Call `follow` once the trainer exists, and `begin_step` when building is over."""
+    """The meter counts while its context is active. Call `follow` once the trainer exists, and `begin_step` when building is
+    over."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -144,7 +147,6 @@ class Meter(TorchDispatchMode):
         self._axes = Axes(trainer.groups)
 
     def _follow_gradient(self, weight: Weight) -> None:
-        """Label a weight's gradients when they are accumulated and when they are reduced."""
         accumulate, add = weight.accumulate_gradient, weight.add
 
         def accumulated() -> None:
@@ -166,11 +168,10 @@ class Meter(TorchDispatchMode):
             self._labels[number] = CATEGORIES.index(category)
 
     def _pass_over(self, tensor: Tensor) -> None:
-        """Label a tensor's storage as not on the device."""
         self._labels[self._number(tensor.untyped_storage())] = ELSEWHERE
 
     def begin_step(self) -> None:
-        """End the building phase: from now on calls and FLOPs are counted."""
+        """End the building phase: calls and FLOPs are counted after this."""
         self._step = len(self._changes[0])
         self._calls.clear()
         self._sent.clear()
@@ -193,8 +194,8 @@ class Meter(TorchDispatchMode):
         )
 
     def memory_timeline(self, moments: int = 240) -> list[dict[str, int]]:
-        """Bytes by category along the step, which is cut into `moments` stretches with equally many changes of memory: the peak of each
-        stretch."""
+        """Return the bytes by category along the step. The step is cut into `moments` ranges with equally many changes of memory,
+        and each range is represented by its peak."""
         step = self._held()[:, max(0, self._step - 1) :]
         stretches = np.array_split(step, min(moments, step.shape[1]), axis=1) if step.shape[1] else []
         peaks = (stretch[:, stretch.sum(0).argmax()] for stretch in stretches)
@@ -208,7 +209,7 @@ class Meter(TorchDispatchMode):
         return np.stack([np.cumsum(np.where(labels == c, changes, 0)) for c in range(len(CATEGORIES))])
 
     def traffic(self) -> list[Traffic]:
-        """Collectives and messages since `begin_step`, by axis and kind."""
+        """Return the collectives and messages since `begin_step`, by axis and kind."""
         return [Traffic(kind, axis, calls, self._sent[axis, kind]) for (axis, kind), calls in sorted(self._calls.items())]
 
     def work(self) -> Work:
@@ -303,15 +304,15 @@ class Meter(TorchDispatchMode):
 
 
 def product_flops(first: Tensor, second: Tensor, *, grouped: bool = False) -> int:
-    """Return the FLOPs of [.., m, k] by [.., k, n]; in grouped products, each row of `first` is multiplied by one matrix only, or each k
-    belongs to one product only."""
+    """Return the FLOPs of the product of [.., m, k] and [.., k, n]. In grouped products, only one matrix multiplies each row of
+    `first`, or only one product uses each k."""
     batch = first.shape[0] if first.dim() == 3 and not grouped else 1
     return 2 * batch * first.shape[-2] * first.shape[-1] * second.shape[-1]
 
 
 def attention_flops(q: Tensor, k: Tensor, v: Tensor, products: int, *, causal: bool) -> int:
-    """Return the FLOPs of attention on [batch, heads, seq, channels]. Of the `products` matrix products, half run over q's channels and
-    half over v's; if the number is odd, one more runs over q's."""
+    """Return the FLOPs of attention on [batch, heads, seq, channels]. Half of the `products` matrix products run over q's
+    channels and half over v's; if their number is odd, one more runs over q's."""
     batch, heads, queries, channels = q.shape
     keys = k.shape[2]
     pairs = queries * (queries + 1) // 2 + queries * (keys - queries) if causal and keys >= queries else queries * keys
@@ -320,8 +321,8 @@ def attention_flops(q: Tensor, k: Tensor, v: Tensor, products: int, *, causal: b
 
 
 class Axes:
-    """The axis of a process group: its name in the mesh, else its ranks. If several axes have the same group, for instance because one of
-    them has all ranks, their names are joined: "world / dp_shard"."""
+    """Names process groups: by the axis of the mesh, else by the ranks. If several axes have the same group, for instance because
+    one of them has all ranks, their names are joined: "world / dp_shard"."""
 
     def __init__(self, groups: Groups) -> None:
         self._world, self._line = groups.world, list(groups.line)
@@ -359,7 +360,6 @@ class Axes:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Yield the tensors in an argument or result."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, tuple | list):
@@ -369,13 +369,13 @@ def _tensors(value: Any) -> list[Tensor]:
 
 @cache
 def _makes_new(func: Any) -> bool:
-    """True if an operation returns new memory. Views and in-place operations may use memory from inside another operation, as
-    when gloo reduces; that is not counted."""
+    """True if an operation returns new memory. The result of a view or of an in-place operation may be memory that another
+    operation allocated internally, as when gloo reduces; such memory is not counted."""
     return all(returned.alias_info is None for returned in func._schema.returns)
 
 
 def _on_meta(tensor: Tensor) -> bool:
-    """True for a tensor that never has memory. A fake tensor's own attribute is free; `device` would cost another dispatch."""
+    """True for a tensor that never has memory. A fake tensor's own attribute costs nothing; `device` would cost another dispatch."""
     return tensor.fake_device.type == "meta" if isinstance(tensor, FakeTensor) else tensor.is_meta
 
 

@@ -1,6 +1,6 @@
 """A small run in plain PyTorch on one process, as the reference for a run under a plan, and the random text on which both train.
 
-The two runs share the model's modules and nothing else: this one has no process group and no pipeline, and uses torch's own AdamW.
+The two runs share only the model's modules: the reference has no process group and no pipeline, and uses torch's own AdamW.
 """
 
 from collections.abc import Mapping
@@ -38,7 +38,8 @@ class RandomText:
         self.masked = spec.data.document_mask
 
     def batch(self, numbers: range) -> Samples:
-        """Samples `numbers`; about one target in eight is missing, so that a mean over the wrong set is detected."""
+        """Return the samples with these numbers. About one target in eight is missing, so that a mean over the wrong set of
+        targets is detected."""
         rows = [self._row(number) for number in numbers]
         tokens, targets, positions = (np.stack([row[i] for row in rows]) for i in range(3))
         return Samples(tokens, targets, positions, tuple(row[3] for row in rows), ("random",) * len(rows), tuple(numbers))
@@ -54,7 +55,7 @@ class RandomText:
 
 
 def reference(spec: RunSpec, *, device: torch.device, parts: int = 1) -> Recording:
-    """The run on one process. `parts`: as in `SingleProcess.step`."""
+    """Return the recording of the run on one process. `parts`: as in `SingleProcess.step`."""
     alone, phases, samples = SingleProcess(spec, device=device), Phases.of(spec), 0
     for _ in range(spec.train.steps):
         now = during(spec, phases.at(samples))
@@ -64,8 +65,9 @@ def reference(spec: RunSpec, *, device: torch.device, parts: int = 1) -> Recordi
 
 
 class SingleProcess:
-    """A run on one process: plain modules, no groups, torch's AdamW and clipping. It computes microbatch i of all data ranks at once,
-    because balance losses may be taken over these samples. In a rounded precision, weights are kept and gradients added up in fp32."""
+    """A run on one process: plain modules, no groups, torch's AdamW and clipping. The process computes microbatch i of all data
+    ranks at once, because balance losses may be computed over all these samples. In a rounded precision, weights are kept and
+    gradients added up in fp32."""
 
     def __init__(self, spec: RunSpec, *, device: torch.device) -> None:
         self.spec, self.device = spec, device
@@ -91,8 +93,9 @@ class SingleProcess:
         self._clipping = Clipping(o, model, self.stage, self.parameters)
 
     def step(self, now: RunSpec, *, first: int, parts: int = 1) -> None:
-        """Train a step of the samples from number `first` on. `now`: the run in its phase. The loss is the mean over this many `parts` of
-        the samples, and that of a part the mean over its targets."""
+        """Train a step on the samples from number `first` on. `now`: the run with the settings of its current phase. The samples
+        are divided into `parts`; the loss is the mean of the parts' losses, and the loss of a part is the mean over its targets.
+        """
         kept, step, o = self.kept, len(self.kept.losses), self.spec.optimizer
         for multiply in self._narrow.values():
             multiply.microbatch = self.spec.plan.microbatch * now.train.seq_len
@@ -121,7 +124,7 @@ class SingleProcess:
 
     @torch.no_grad()
     def take(self, weights: Mapping[str, Tensor]) -> None:
-        """Continue with other weights and buffers."""
+        """Continue the training with other weights and buffers."""
         buffers = self.stage.lasting_buffers()
         for name, tensor in weights.items():
             (buffers[name] if name in buffers else self.parameters[name]).copy_(tensor)
@@ -144,8 +147,8 @@ def _reference_step(
     device: torch.device,
     kept: Recording,
 ) -> float:
-    """Compute the gradients of the step that begins with sample `first`; return its loss. `faces`: for each parameter its compute form, and
-    its stored fp32 form, which gets the gradient."""
+    """Compute the gradients of the step that begins with sample `first`; return its loss. `faces`: for each parameter the form in
+    which it computes, and the stored fp32 form, which gets the gradient."""
     text, head = RandomText(spec), stage.spec.head
     rows = spec.plan.set_sequences
     sets = [text.batch(range(first + i * rows, first + (i + 1) * rows)) for i in range(spec.microbatches)]

@@ -41,31 +41,33 @@ from megalith.train.step_hooks import StepHook, notify
 from megalith.train.tally import StepGradients, StepTotals
 
 OPTIMIZER = {"warmup": 0, "adaptive_clip_after": 1, "lr": 1e-4, "schedule": "constant", "eps": 1e-5, "iteration": "fp32"}
-"""Optimizer of a compared run. With the usual eps of 1e-8, Adam turns the rounding of a gradient near 0 into a step, which
-changes later gradients; Muon's iteration in bf16 turns a change of 1e-7 in a gradient into a hundredth of a step."""
+"""Optimizer settings of a compared run, chosen so that rounding is not amplified. With the usual eps of 1e-8, Adam would turn the
+rounding error of a gradient near 0 into a whole step. Muon's iteration in bf16 would turn a change of 1e-7 in a gradient into a
+hundredth of a step."""
 
 LOSS_SCALE = 1024
-"""Loss scale of a compared run, if it has one: gradients of small models with random weights neither overflow nor underflow."""
+"""Loss scale of a compared run in fp16: with this scale, gradients of small models with random weights neither overflow nor
+underflow."""
 
 
 SMALL_MOMENTS = {"moment_block": 4, "moment_least": 0}
-"""Low-bit moments in a compared run: the blocks are small enough for its small shares."""
+"""Settings of low-bit moments in a compared run: blocks so small that its small shares contain whole blocks."""
 
 SMALL_TILE = 4
-"""Numbers that share a scale in a compared run, few enough that its small shares hold whole tiles."""
+"""How many numbers share a scale in a compared run: so few that its small shares contain whole tiles."""
 
 
 def small_choices(precision: str, layers: int) -> dict[str, int]:
-    """Return the choices of a narrow precision in a compared run with this many layers. In 8 bits, all blocks but the first are narrow; in
-    4 bits, only the last two: one number that is rounded the other way changes others by a tenth, and through more blocks this would grow
-    to the size of a fault."""
+    """Return the settings of a narrow precision for a compared run with this many layers. In 8 bits, all blocks but the first are
+    narrow. In 4 bits only the last two are: a number that rounds differently changes others by a tenth, and after more blocks
+    this difference would be as large as a fault's."""
     narrow = 2 if PRECISIONS[precision].factors.bits == 4 else layers
     return {"tile": SMALL_TILE, "wide_first": max(1, layers - narrow), "wide_last": 0}
 
 
 def shrink(spec: RunSpec, *, steps: int) -> RunSpec:
-    """Return the same plan and precision on a model, sequence and batch just large enough for every split to have several non-empty pieces.
-    The run has no warm-up, so that every step changes the weights, and no steps that consist only of rounding."""
+    """Return the same plan and precision on a model, sequence and batch just large enough for every split to have several
+    non-empty pieces. The run has no warm-up, so that every step changes the weights by more than rounding does."""
     plan, model = spec.plan, spec.model
     layers = min(model.layers, plan.stages * (1 if plan.stages > 4 else 2))
     layers = sum(plan.layers) if plan.layers else max(layers, plan.stages) + (model.layers % plan.stages > 0)
@@ -114,14 +116,14 @@ def shrink(spec: RunSpec, *, steps: int) -> RunSpec:
 
 
 def _ramp(spec: RunSpec, batch: int) -> tuple[RampSpec, ...]:
-    """Return a ramp that doubles the batch after a step, for a run whose batch changes too."""
+    """Return a ramp that doubles the batch after one step, if the batch of the original run changes too."""
     changes = len({phase.global_batch for phase in Phases.of(spec).all}) > 1
     return (RampSpec(begin=batch, global_batch=2 * batch),) if changes else ()
 
 
 def clearly_routed(model: Model, precision: str) -> Model:
-    """Return the model with balanced routing if the precision is rounded: otherwise rounding would send some tokens to other
-    experts, which could hide errors of a plan."""
+    """Return the model, with balanced routing if the precision is rounded: otherwise rounding would send some tokens to other
+    experts, and this could hide faults of a plan."""
     dealt = isinstance(PRECISIONS[precision].parity, Rounded) and hasattr(model, "balanced")
     return model.model_copy(update={"balanced": True} if dealt else {})
 
@@ -131,8 +133,8 @@ def _multiple(least: int, of: int) -> int:
 
 
 def record(trainer: Trainer) -> Recording:
-    """Record the run under its plan, on all ranks together. The first rank returns the whole model's recording, the other ranks their
-    parts."""
+    """Train the run under its plan, with all ranks together, and record it. The first rank returns the whole model's recording,
+    the other ranks their parts."""
     recorder, phases, first = Recorder(trainer), Phases.of(trainer.run), 0
     for _ in range(trainer.run.train.steps):
         if phases.at(first).first == first > 0:
@@ -146,7 +148,7 @@ class Recorder:
     """Trains on random text, and records each step."""
 
     def __init__(self, trainer: Trainer, *, hooks: Sequence[StepHook] = ()) -> None:
-        """`hooks`: called once a step's gradients are complete, before they are recorded."""
+        """`hooks`: step hooks that are called once a step's gradients are complete, before they are recorded."""
         self._trainer, self._kept, self._hooks = trainer, Recording(), hooks
         self._totals: list[StepTotals] = []
         self._late: Unchecked | None = None
@@ -158,7 +160,7 @@ class Recorder:
         self._trainer.enter(phase, size)
 
     def step(self, first: int) -> None:
-        """Train a step of the samples from number `first` on."""
+        """Train a step on the samples from number `first` on."""
         trainer, kept, step = self._trainer, self._kept, len(self._kept.gradients)
         text = RandomText(trainer.spec)
         numbers = indices(trainer.spec, first=first, data_rank=trainer.groups.coordinates["data"])
@@ -185,12 +187,12 @@ class Recorder:
             kept.maxima |= _noted(followed, trainer)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return whole weights on the first rank."""
+        """Return unsharded weights on the first rank."""
         weights = self._trainer.state.laid("weights")
         return _together({key.removeprefix("weights."): each for key, each in weights.items()}, self._trainer)
 
     def finish(self) -> Recording:
-        """Return the recording, with the weights at the end."""
+        """Return the recording, with the weights from the end of the run."""
         totals = self._totals + _settled(self._late)
         self._kept.losses, self._kept.norms = [each.loss for each in totals], [each.norm for each in totals]
         self._kept.weights = self.weights()
@@ -198,7 +200,8 @@ class Recorder:
 
 
 def _released(trainer: Trainer, samples: list[Samples], step: int) -> StepTotals:
-    """Train a step that frees its gradients, after a pass that kept them for the recording; return its totals."""
+    """Train a step that frees its gradients in the backward. An earlier pass has kept these gradients for the recording. Return
+    the step's totals."""
     trainer.drop()
     trainer.noise.take(trainer.device)
     done = train_step(trainer, samples, step=step)
@@ -206,7 +209,6 @@ def _released(trainer: Trainer, samples: list[Samples], step: int) -> StepTotals
 
 
 def _noted(seen: dict[str, TrackedMaxima], trainer: Trainer) -> dict[str, TrackedMaxima]:
-    """Collect on the first rank the maxima that the scales of all ranks followed."""
     everyone: list[dict[str, TrackedMaxima]] | None = (
         [{} for _ in range(trainer.groups.world.size())] if trainer.groups.rank == 0 else None
     )
@@ -218,7 +220,6 @@ def _noted(seen: dict[str, TrackedMaxima], trainer: Trainer) -> dict[str, Tracke
 
 
 def _settled(late: Unchecked | None) -> list[StepTotals]:
-    """Validate a pending update that was made before its norm was known, if there is one; return the totals of its step."""
     if late is None:
         return []
     late.settle()
@@ -228,7 +229,6 @@ def _settled(late: Unchecked | None) -> list[StepTotals]:
 def _all_routed(
     trainer: Trainer, accumulated: StepGradients, routings: list[dict[str, list[RoutingRecord]]]
 ) -> dict[str, StepRouting]:
-    """Collect the experts of every token of the step on the first rank."""
     moes, here = trainer.routers(), trainer.groups.coordinates["data"]
     spec, order = trainer.spec, [id(batch.tokens) for batch in accumulated.batches]
     rows = indices(spec, first=0, data_rank=here)
@@ -254,7 +254,7 @@ def _all_routed(
 
 
 def _together(tensors: Mapping[str, Tensor | OffDeviceShare], trainer: Trainer) -> dict[str, Tensor]:
-    """Return whole tensors of the whole model on the first rank. Elements on which ranks disagree become NaN."""
+    """Return unsharded tensors of the whole model on the first rank. Elements whose values differ between ranks become NaN."""
     mine = [(name, share.held.shape, share.held.offset, as_tensor(share).cpu()) for name, share in shares(tensors).items()]
     everyone: list[Any] | None = [None] * trainer.groups.world.size() if trainer.groups.rank == 0 else None
     dist.gather_object(mine, everyone, group=trainer.groups.world, group_dst=0)
@@ -269,8 +269,8 @@ def _together(tensors: Mapping[str, Tensor | OffDeviceShare], trainer: Trainer) 
 
 
 def main(run_dir: str, steps: int) -> None:
-    """Run as a rank of `megalith parity`: shrink the run in `run_dir/spec.json`, record it, and on the first rank compare it with one
-    process and write `run_dir/parity.json`."""
+    """Run as a rank of `megalith parity`: shrink the run in `run_dir/spec.json` and record it. The first rank compares it with
+    one process and writes `run_dir/parity.json`."""
     folder, heartbeat = Path(run_dir), Heartbeat.find()
     spec = shrink(RunSpec.model_validate_json((folder / "spec.json").read_text()), steps=steps)
     admit(spec)

@@ -21,18 +21,19 @@ from megalith.train.assemble import assemble, mesh_groups
 
 CPU = torch.device("cpu")
 TIMEOUT = 600.0
-"""Time limit for one combination, in seconds; on an idle machine it takes only a few."""
+"""Time limit for proving one combination, in seconds. On an idle machine a proof takes only a few seconds."""
 
 FEW = 20
-"""Draws begin with the cheapest cases, which have one rank. If fewer cases than this are requested, the last draws are taken instead."""
+"""The first drawn combinations are the cheapest, with one rank. If fewer combinations than this number are requested, the last of
+the draws are proven instead of the first."""
 
 Outcome = Literal["equal", "tie", "NOT equal", "failed"]
 
 
 @dataclass(frozen=True)
 class ParityResult:
-    """Result of one combination. `tokens_tied`: tokens sent to other experts because two experts had nearly equal scores. `error`: the
-    reason why the ranks did not finish; then there are no rows."""
+    """Result of one combination. `tokens_tied`: the number of tokens sent to other experts because two experts had nearly equal
+    scores. `error`: the reason why the ranks did not finish; in this case there are no rows."""
 
     draw: ParityCase
     rows: tuple[Row, ...]
@@ -41,7 +42,7 @@ class ParityResult:
 
     @property
     def outcome(self) -> Outcome:
-        """The outcome in one word. A tie proves nothing, so it is neither equal nor a gap."""
+        """The outcome in one word. A tie proves nothing, so its outcome is neither "equal" nor "NOT equal"."""
         if self.error:
             return "failed"
         if self.tokens_tied:
@@ -50,13 +51,13 @@ class ParityResult:
 
     @property
     def gaps(self) -> tuple[Row, ...]:
-        """The quantities that are not equal."""
+        """The quantities that exceed their limits."""
         return tuple(row for row in self.rows if not row.equal)
 
 
 def prove(one: ParityCase, *, references: dict[Any, Recording]) -> ParityResult:
-    """Train a combination on its ranks and compare it with one process. The runs on one process are taken from `references`, or computed
-    and added there.
+    """Train a combination on its ranks and compare it with one process. Runs on one process are taken from `references`; missing
+    ones are computed and added there.
 
     From the first call on, this process computes on one thread (see `prove.worlds.run_ranks`).
     """
@@ -81,7 +82,7 @@ def _known(spec: RunSpec, references: dict[Any, Recording]) -> Recording:
 def recorded(spec: RunSpec) -> Recording:
     """Record a small run under its plan, on ranks forked from this process.
 
-    Raises RuntimeError or TimeoutError if they do not finish.
+    Raises RuntimeError or TimeoutError if the ranks do not finish.
     """
     return run_ranks(_record, spec.plan.ranks, spec, timeout=TIMEOUT)[0]
 
@@ -91,13 +92,14 @@ def _record(rank: int, spec: RunSpec) -> Recording:
 
 
 def few(count: int, seed: int) -> list[ParityCase]:
-    """Return the drawn combinations to prove: if few are requested, combinations with several ranks."""
+    """Return the combinations to prove, drawn with `seed`. If `count` is small, only combinations with several ranks are
+    returned."""
     return sorted(draw(max(count, FEW), seed), key=lambda one: one.ranks > 1)[-count:]
 
 
 def prove_drawn(count: int, seed: int, *, starting: Callable[[ParityCase], None] = lambda one: None) -> Iterator[ParityResult]:
-    """Prove `count` combinations drawn with `seed`. After each tie, the most similar unused draw is run, if there is one, so that `count`
-    combinations are proven. `starting` is called with each combination before it runs."""
+    """Prove `count` combinations drawn with `seed`. After each tie, the unused draw that is most similar is run, if there is one,
+    so that `count` combinations give a proof. `starting` is called with each combination before it runs."""
     torch.set_num_threads(1)  # before the first reference: it would start threads that no fork survives
     references: dict[Any, Recording] = {}
     waiting = few(count, seed)

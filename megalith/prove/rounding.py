@@ -1,12 +1,14 @@
 """Compare a run in a rounded precision with one process in the same precision, both measured from one process in fp32.
 
-In bf16, a plan's numbers differ from those of one process, because each rounds different partial sums to 8 bits. One process in bf16
-differs from fp32 by about a hundredth of a gradient: a few hundred roundings, most of which cancel out. A plan rounds about as often (it
-adds only the partial sums of a few ranks), so its distance from the exact result is similar, though in another direction. A larger distance
-therefore shows an error larger than rounding: a missing reduction, a shifted tensor.
+In bf16, a plan's numbers differ from those of one process, because the two round different partial sums to 8 bits of mantissa.
+The gradient of one process in bf16 differs from that in fp32 by about a hundredth: the error of a few hundred roundings, most of
+which cancel out. A run under a plan rounds about as often (only the partial sums of a few ranks are added), so its distance from
+the exact result is similar, though in another direction. A larger distance therefore shows an error beyond rounding, such as a
+missing reduction or a shifted tensor.
 
-Quantities in which rounding cancels out show smaller errors. One is the plan's gradient projected on that of one process: thousands of
-roundings become one factor, which is 1 within a thousandth. Another is the weight of each microbatch in the sum of gradients.
+Smaller errors show in quantities in which rounding cancels out. One such quantity is the projection of the plan's gradient on
+that of one process: it turns thousands of roundings into one factor, which is 1 within a thousandth. Another such quantity is the
+weight of each microbatch in the sum of gradients.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,20 +23,22 @@ from megalith.spec.numbers import Rounded
 from megalith.spec.run import RunSpec
 
 NOISE = 0.25
-"""If the gradient of one process has a larger relative error than this, it is mostly rounding, and its length is meaningless."""
+"""If the relative error of one process's gradient is larger than this, the gradient is mostly rounding, and its length means
+nothing."""
 CHANCE = 4
-"""Standard errors by which a factor may differ from 1: a run has some hundred tensors, and for some of them the factor is far off
-by chance."""
+"""Number of standard errors by which a factor may differ from 1. A run has some hundred tensors, so the factors of some are far
+from 1 by chance."""
 FEW = 64
-"""In a tensor with fewer elements than this (norms of eight channels, decays of four heads), roundings hardly cancel out: chance grows as
-one over the root of their number. Gaps of such tensors count proportionally less."""
+"""Number of elements below which the roundings of a tensor hardly cancel out (norms of eight channels, decays of four heads):
+random differences grow as one over the root of the number of elements. The differences of such tensors are weighted down
+accordingly."""
 
 
 def compare(exact: Recording, alone: Recording, found: Recording, *, spec: RunSpec, limits: Rounded) -> list[Row]:
     """Compare a run (`found`) with one process in fp32 (`exact`) and with one in the run's precision (`alone`).
 
-    A token that went to another expert than `alone` sent it to is missing from the gradient of that expert. From that step on, only the
-    distance of all gradients together is compared.
+    A token that goes to another expert than in `alone` is missing from the gradient of that expert. From the first step with such
+    a token on, only the distance of all gradients together is compared.
     """
     steps = range(len(exact.losses))
     alike = [*takewhile(lambda step: _routed_alike(alone, found, step), steps)]
@@ -63,7 +67,6 @@ def compare(exact: Recording, alone: Recording, found: Recording, *, spec: RunSp
 
 
 def _routed_alike(alone: Recording, found: Recording, step: int) -> bool:
-    """True if both runs sent every token to the same experts."""
     return all(torch.equal(routed.choices, found.routing[step][name].choices) for name, routed in alone.routing[step].items())
 
 
@@ -74,8 +77,8 @@ def _losses(exact: Recording, alone: Recording, found: Recording) -> Iterator[Ga
 
 
 def _distances(exact: Recording, alone: Recording, found: Recording, *, alike: int, least: float) -> Iterator[Gap]:
-    """Return the distance of a run from fp32 relative to that of one process: for each tensor in the first `alike` steps, then for all
-    tensors together."""
+    """Yield the run's distance from fp32 divided by one process's distance from fp32: for each tensor in the first `alike` steps,
+    then for all tensors together."""
     for step, gradients in enumerate(exact.gradients):
         ours, theirs = found.gradients[step], alone.gradients[step]
         for names in [[name] for name in gradients] if step < alike else [[*gradients]]:
@@ -85,19 +88,18 @@ def _distances(exact: Recording, alone: Recording, found: Recording, *, alike: i
 
 
 def _confidence(numbers: int) -> float:
-    """Return the weight of a gap of a tensor with this many numbers."""
     return min(1.0, (numbers / FEW) ** 0.5)
 
 
 def _distance(gradients: dict[str, Tensor], exact: dict[str, Tensor], names: Sequence[str]) -> float:
-    """Return the distance of some tensors from the exact ones, as a share of the exact norm."""
+    """Return the distance of some gradients from the exact ones, relative to the norm of the exact ones."""
     apart = sum(float((gradients[name] - exact[name]).square().sum()) for name in names)
     return (apart / sum(float(exact[name].square().sum()) for name in names)) ** 0.5
 
 
 def _scales(exact: Recording, alone: Recording, found: Recording, steps: Sequence[int]) -> Iterator[Gap]:
-    """Return |factor - 1| for each tensor, beyond chance: the factor by which its gradient is longer than that of one process
-    (`_longer`)."""
+    """For each tensor, yield how far its factor is from 1, beyond chance. The factor is the length of the run's gradient relative
+    to that of one process (`_longer`)."""
     for step in steps:
         for name, theirs in alone.gradients[step].items():
             if _distance(alone.gradients[step], exact.gradients[step], [name]) <= NOISE:
@@ -106,12 +108,13 @@ def _scales(exact: Recording, alone: Recording, found: Recording, steps: Sequenc
 
 
 def _longer(ours: Tensor, theirs: Tensor) -> float:
-    """Return |factor - 1|, less CHANCE standard errors, where `ours` is longer than `theirs` by the factor.
+    """Return how far the factor between `theirs` and `ours` is from 1, less CHANCE standard errors.
 
-    The factor comes from a regression through the origin on the mean of both. If the two differ only in their roundings they are
-    interchangeable, so the expected factor is 1. A regression on only one of them would give less, because a rounded regressor lowers the
-    slope. A rounded activation moves the gradients of a whole row or column together, so the standard error is the largest of those by
-    numbers, by rows and by columns (cluster-robust: Cameron, Gelbach and Miller 2011, https://doi.org/10.1198/jbes.2010.07136).
+    The factor comes from a regression through the origin on the mean of both. If `ours` and `theirs` differ only in their
+    roundings they are interchangeable, so the expected factor is 1. A regression on only one of the two would give a smaller
+    factor, because rounding errors in the regressor lower the slope. A rounded activation moves the gradients of a whole row or
+    column together, so the standard error is the largest of those by numbers, by rows and by columns (cluster-robust: Cameron,
+    Gelbach and Miller 2011, https://doi.org/10.1198/jbes.2010.07136).
     """
     apart, middle = ours - theirs, (ours + theirs) / 2
     size = middle.square().sum()
@@ -123,15 +126,15 @@ def _longer(ours: Tensor, theirs: Tensor) -> float:
 
 
 def _maxima(alone: Recording, found: Recording) -> list[Gap]:
-    """Return the distance between the maxima that scales followed and those of one process: a rank that takes its part for the whole has a
-    lower maximum. Gradients that are partial sums on each rank are not compared."""
+    """Return the distance between the maxima that a run's scales tracked and those of one process. A rank that mistakes its part
+    for the whole tensor has a lower maximum. Gradients that are partial sums on each rank are not compared."""
     names = [name for name in alone.maxima if name in found.maxima]
     return [(abs(log2(found.maxima[name].value / alone.maxima[name].value)), name) for name in names]
 
 
 def _microbatches(alone: Recording, found: Recording) -> list[Gap]:
-    """Return |weight - 1| of each microbatch. One process computes the gradient of each microbatch separately; the weights bring their
-    weighted sum closest to the run's first gradient."""
+    """Return |weight - 1| of each microbatch. One process computes the gradient of each microbatch separately. The weights are
+    those with which the sum of these gradients is closest to the run's first gradient."""
     parts = alone.microbatches
     apart = {name: found.gradients[0][name] - whole for name, whole in alone.gradients[0].items()}
     products = torch.tensor([[_dot(one, other) for other in parts] for one in parts], dtype=torch.float64)

@@ -1,4 +1,5 @@
-"""Merges of sites in one process in numpy, from the papers' formulas. The trainer's merges must equal them bit for bit."""
+"""Merges of sites in one process in numpy, written from the papers' formulas. The trainer's merges must equal these merges bit
+for bit."""
 
 import math
 from collections.abc import Callable
@@ -42,7 +43,7 @@ def encode(x: np.ndarray, bits: int) -> bytes:
 
 
 def decode(data: bytes, shape: tuple[int, ...], bits: int) -> np.ndarray:
-    """The tensor that was sent."""
+    """Decode the tensor that was sent."""
     count = int(np.prod(shape))
     if bits == 32:
         return np.frombuffer(data, F32).reshape(shape)
@@ -54,7 +55,7 @@ def decode(data: bytes, shape: tuple[int, ...], bits: int) -> np.ndarray:
 
 
 def encode_piece(x: np.ndarray, piece: Piece) -> bytes:
-    """Encode a tensor in the form in which it is sent: its largest elements with their places, or all elements."""
+    """Encode a tensor in the form in which it is sent: either its largest elements with their positions, or all elements."""
     if piece.top_k is None:
         return encode(x, piece.bits)
     flat, places = x.astype(F32).ravel(), list[int]()
@@ -71,7 +72,7 @@ def encode_piece(x: np.ndarray, piece: Piece) -> bytes:
 
 
 def decode_piece(data: bytes, piece: Piece) -> np.ndarray:
-    """The tensor that was sent."""
+    """Decode the tensor that was sent."""
     if piece.top_k is None:
         return decode(data, piece.shape, piece.bits)
     n = piece.numel
@@ -92,7 +93,7 @@ def decode_piece(data: bytes, piece: Piece) -> np.ndarray:
 
 @dataclass
 class Reference:
-    """All sites of a run, with whole tensors. `buffers`: names of tensors that are averaged."""
+    """All sites of a run, with unsharded tensors. `buffers`: names of the tensors that merges average."""
 
     spec: SitesSpec
     fragments: tuple[Fragment, ...]
@@ -104,10 +105,11 @@ class Reference:
     flying: list[tuple[int, int, list[bytes]]] = field(default_factory=list)  # step, fragment, bytes of each site
     sizes: list[int] = field(default_factory=list)
     late: Callable[[int, int, int], bool] = lambda merge, site, age: False
-    """(merge, site, age) -> True if a site's difference misses an asynchronous merge."""
+    """Called with (merge, site, age); returns True if a site's difference is too late for an asynchronous merge."""
     missed: dict[int, list[tuple[int, int, int, bytes]]] = field(default_factory=dict)  # fragment: site, step, age, bytes
     made: list[tuple[int, int, int, list[tuple[int, int, int]]]] = field(default_factory=list)
-    """For every merge: the fragment, the step, the step of the newest differences, and the site, step and age of each difference."""
+    """For every merge: the fragment, the step of the merge, the step at which the newest differences were taken, and the site,
+    step and age of each difference."""
     used: list[list[int]] = field(default_factory=list)
     """The weights of the differences in every merge."""
     begun: dict[int, list[int]] = field(default_factory=dict)  # fragment: steps after which its differences were taken
@@ -121,7 +123,7 @@ class Reference:
         return cls(spec, fragments, buffers, copies, {n: v.copy() for n, v in first.items()}, zeros, kept)
 
     def after_step(self, step: int, *, last: bool = False) -> None:
-        """Send and merge the fragments that are due after `step` steps."""
+        """Send the fragments that are due after `step` steps, and merge those whose merge is due."""
         h, p = self.spec.inner_steps, self.spec.fragments
         due = [f for f in range(p) if step >= (f + 1) * h // p and (step - (f + 1) * h // p) % h == 0]
         self.now, self.ends = step, last
@@ -160,7 +162,8 @@ class Reference:
         self.sizes.append(len(messages[0]))
 
     def early(self, number: int, site: int, message: bytes) -> Tensors:
-        """Return the anchors after an outer step with one site's own difference, weighted by its share of the samples."""
+        """Return the anchors after an outer step with only one site's own difference, weighted by that site's share of the
+        samples."""
         found, at, parts = Tensors(), 0, [one.share or 1 for one in self.spec.each] or [1] * self.spec.count
         for piece in self.fragments[number].pieces:
             size = len(encode_piece(np.zeros(piece.shape), piece))
@@ -205,7 +208,8 @@ class Reference:
                 weights[piece.name] = weights[piece.name] * share + merged * F32(1 - spec.own_share) if share else merged.copy()
 
     def merge_some(self, flight: tuple[int, int, list[bytes]]) -> None:
-        """Merge the differences that are not late. The weight of each is its number of steps divided by its age plus one."""
+        """Merge the differences that are not late. A difference has the weight of its number of steps divided by its age plus
+        one."""
         self.flying.remove(flight)
         sent, number, messages = flight
         due = [(site, at, age + 1, data) for site, at, age, data in self.missed.get(number, [])]

@@ -1,11 +1,13 @@
-"""The proof of a combination with sites.
+"""The proof that a combination with sites trains like one process.
 
-Sites that merge weights are compared round by round: each trains like one process, and merges have the bits of an independent
-implementation in numpy. Whole runs cannot be compared where differences are rounded: the last bit of a weight can change a code. So the
-merges get the bits that the sites' weights had before, and one process continues from the trainer's merged weights. In a rounded precision
-a second process does the same in fp32, and the site's distance from it is compared with that of the first.
+Sites that merge weights are compared round by round: each site must train like one process, and merges must have the bits of an
+independent implementation in numpy. Whole runs cannot be compared if differences are rounded, because the last bit of a weight
+can change a code. The merges in numpy therefore begin with the bits of the sites' weights before each merge, and the single
+processes continue from the trainer's merged weights. In a rounded precision, further processes do the same in fp32, and the
+distances of the sites and of the single processes from them are compared.
 
-Sites that exchange gradients are compared with one process that trains on the samples of all sites, and hold the same bits.
+Sites that exchange gradients are compared with one process that trains on the samples of all sites. All these sites must hold the
+same bits.
 """
 
 import os
@@ -46,7 +48,8 @@ Weights = dict[str, Tensor]
 
 @dataclass
 class SiteRecording:
-    """Recording of one site. `shares`: the samples of each step; `before`, `after`: whole weights before and after each step's merge."""
+    """Recording of one site. `shares`: the site's samples in each step; `before`, `after`: unsharded weights before and after
+    each step's merge."""
 
     run: Recording = field(default_factory=Recording)
     shares: list[Share] = field(default_factory=list)
@@ -72,7 +75,6 @@ def prove_sites(spec: RunSpec, *, timeout: float) -> Verdict:
 
 
 def _together(spec: RunSpec, sites: list[SiteRecording]) -> Verdict:
-    """Compare sites that exchange gradients with one process, and their bits with each other."""
     first, maxima = sites[0].run, dict[str, TrackedMaxima]()
     for name, one in ((name, one) for site in sites for name, one in site.run.maxima.items()):
         maxima[name] = one.joined(maxima.get(name))
@@ -89,7 +91,6 @@ def _together(spec: RunSpec, sites: list[SiteRecording]) -> Verdict:
 
 
 def _apart(spec: RunSpec, here: list[RunSpec], sites: list[SiteRecording]) -> Verdict:
-    """Compare sites that merge weights, each with one process, and their merges with those in numpy. `here`: the run at each site."""
     limits, precision = PRECISIONS[spec.train.precision].parity, spec.train.precision
     rounds = isinstance(limits, Rounded)
     alone = {
@@ -114,7 +115,6 @@ def _apart(spec: RunSpec, here: list[RunSpec], sites: list[SiteRecording]) -> Ve
 
 
 def _worst_of_each(rows: list[Row]) -> list[Row]:
-    """Return the worst row of each quantity."""
     quantities = {row.quantity: [one for one in rows if one.quantity == row.quantity] for row in rows}
     return [max(of, key=lambda row: (row.gap != row.gap, row.gap)) for of in quantities.values()]
 
@@ -122,8 +122,9 @@ def _worst_of_each(rows: list[Row]) -> list[Row]:
 def _replayed(
     spec: RunSpec, here: list[RunSpec], sites: list[SiteRecording], alone: Mapping[str, list[SingleProcess]]
 ) -> tuple[list[Gap], list[Gap]]:
-    """Train each site on one process, and merge in numpy what the trainer's sites had. Return the distances of weights before each merge,
-    in learning rates, and how many numbers of each tensor have other bits after it. `alone`: a process for each site, in each precision."""
+    """Train each site on one process, and repeat the trainer's merges in numpy. Return the distances of weights before each
+    merge, in learning rates, and the number of elements of each tensor that have other bits after the merge. `alone`: for each
+    precision, a process for each site."""
     assert spec.sites is not None
     phases, rates, moved, other_bits = Phases.of(spec), learning_rates(spec), list[Gap](), list[Gap]()
     model, rounds = alone[spec.train.precision][0], len(alone) > 1
@@ -156,13 +157,12 @@ def _replayed(
 
 
 def _other_bits(one: Tensor, other: Tensor) -> float:
-    """Return how many numbers of two tensors in fp32 have other bits."""
     return float((one.contiguous().view(torch.int32) != other.contiguous().view(torch.int32)).sum())
 
 
 def _record(rank: int, spec: RunSpec, ends: list[int], folder: str, secret: str) -> SiteRecording:
-    """Train as one rank of a site, and record the site; only its first rank holds whole tensors. `ends`: the number of ranks up to each
-    site's last one."""
+    """Train as one rank of a site, and record the site. Only the site's first rank gets unsharded tensors. `ends`: for each site,
+    the number of ranks up to its last one."""
     os.environ[key.VARIABLE] = secret
     assert spec.sites is not None and dist.group.WORLD is not None
     site = bisect_right(ends, rank)

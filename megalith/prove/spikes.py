@@ -1,4 +1,5 @@
-"""Injected spikes: trains a run with faults in this process, or over ranks, with copies in memory to which it can rewind."""
+"""Injected loss spikes: train a run with faults, in this process or over ranks, with copies in memory to which the run can
+rewind."""
 
 import struct
 from collections.abc import Callable, Sequence
@@ -39,8 +40,9 @@ CPU = torch.device("cpu")
 class Fault:
     """A fault that starts at step `step` (0 is the first); "poison" and "rate" last `lasts` steps.
 
-    `strength`: by kind, the share of random tokens, the factor of the learning rate, or the flipped bit of an fp32 number (30: the
-    exponent's highest). `place` in 0..1 picks the number. A flip in a gradient affects one computation, once.
+    `strength`: for "poison" the fraction of random tokens, for "rate" the factor of the learning rate, otherwise the number of
+    the flipped bit in fp32 (30: the exponent's highest). `place` in 0..1 selects the tensor and the element to flip. A flip in a
+    gradient hits only one computation of this gradient.
     """
 
     kind: Kind
@@ -55,7 +57,7 @@ class Fault:
 
 
 class PoisonedStream:
-    """A stream in which a share of some samples' tokens is random; `read` holds the numbers of all samples that were read."""
+    """A stream in which a fraction of the tokens of some samples is random. `read` has the numbers of all samples read so far."""
 
     def __init__(self, stream: Stream, faults: Sequence[Fault], *, batch: int) -> None:
         self._stream, self.read = stream, list[int]()
@@ -65,7 +67,7 @@ class PoisonedStream:
         return getattr(self._stream, name)
 
     def batch(self, part: range) -> Batch:
-        """Return samples by number; the first number determines which tokens are random."""
+        """Return the samples with these numbers. The first number seeds the random tokens."""
         self.read += part
         found = self._stream.batch(part)
         share = max((self._shares.get(number, 0.0) for number in part), default=0.0)
@@ -80,7 +82,7 @@ class PoisonedStream:
 
 
 class BitFlips(StepHook):
-    """A step hook that flips bits. It tracks the step of the run."""
+    """A step hook that flips bits. `step` is the run's current step."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:
         self.step = 0
@@ -93,7 +95,7 @@ class BitFlips(StepHook):
         return found
 
     def before_step(self, trainer: Trainer, step: int) -> None:
-        """Prepare a fault in a gradient."""
+        """Prepare the flip of a bit in a gradient, if one is due."""
         self.step = step
         for fault in self._due(step, "gradient"):
             stage = trainer.runners[max(trainer.runners)].stage
@@ -101,7 +103,7 @@ class BitFlips(StepHook):
             self._hooks.append(_Once(computed[int(fault.place * len(computed))], fault))
 
     def after_step(self, trainer: Trainer, step: int) -> None:
-        """Flip a bit of a weight or a moment."""
+        """Flip a bit of a weight or a moment, if one is due."""
         for fault in self._due(step, "weight", "moment"):
             shares = trainer.state.shares("weights" if fault.kind == "weight" else "optimizer")
             held = sorted(name for name, share in shares.items() if share.numel() and share.dtype == torch.float32)
@@ -109,7 +111,7 @@ class BitFlips(StepHook):
 
 
 class _Once:
-    """Flips a bit of a parameter's gradient the first time it is computed."""
+    """Flips a bit of a parameter's gradient the first time that the gradient is computed."""
 
     def __init__(self, parameter: Tensor, fault: Fault) -> None:
         self._fault, self._hook = fault, parameter.register_hook(self._spoil)
@@ -123,7 +125,7 @@ class _Once:
 
 @torch.no_grad()
 def flip(tensor: Tensor, fault: Fault) -> None:
-    """Flip bit `strength` of the number at `place` of an fp32 tensor."""
+    """Flip bit `strength` of the element at `place` of an fp32 tensor."""
     flat = tensor.view(-1)
     number = flat[int(fault.place * flat.numel()) :][:1].view(torch.int32)
     (mask,) = struct.unpack("<i", struct.pack("<I", 1 << int(fault.strength)))
@@ -144,8 +146,8 @@ def hasty(trainer: Trainer, faults: Sequence[Fault], flips: BitFlips) -> Trainer
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How a run ended. `state`: whole tensors; `read`: numbers of the samples that this rank read; `validation`: the loss, NaN without
-    validation."""
+    """How a run ended. `state`: unsharded tensors; `read`: numbers of the samples that this rank read; `validation`: the
+    validation loss, NaN without validation."""
 
     state: dict[str, Tensor]
     position: Position

@@ -1,4 +1,5 @@
-"""Updates of a whole model on one process, as references for a plan's updates: implementations separate from the trainer's."""
+"""Updates of a whole model on one process, as references for updates under a plan. The implementations share no code with the
+trainer's."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -16,18 +17,19 @@ from megalith.train.optimizers.rule import Optimizer
 from megalith.train.state import State
 
 Update: TypeAlias = Callable[[int, float], None]
-"""Update all parameters from their gradients: (updates before this one, learning rate)."""
+"""Function that updates all parameters from their gradients. The function's arguments are the number of earlier updates and the
+learning rate."""
 
 UpdateFactory: TypeAlias = Callable[
     [Mapping[str, nn.Parameter], Mapping[str, Treatment], OptimizerSpec, Mapping[str, Parameter]], Update
 ]
-"""Makes the update of some parameters, from their treatments by name, the optimizer, and the model's description of each
-parameter."""
+"""Function that makes the update of some parameters. The function's arguments are the parameters and their treatments by name,
+the optimizer's settings, and the model's description of each parameter."""
 
 
 def update_of(parameters: Mapping[str, nn.Parameter], spec: OptimizerSpec, model: ModelSpec) -> Update:
-    """Return the update of a whole model: by an implementation separate from the trainer's if there is one, else by the trainer's own
-    rule."""
+    """Return the update of a whole model. The update uses an implementation that shares no code with the trainer's if there is
+    one, else the trainer's own rule."""
     spec = spec.model_copy(update={"master": "fp32"})  # these parameters are in fp32, whatever they compute in
     treated, described = treatments(model, spec), model_parameters(model)
     updates: list[Update] = []
@@ -62,7 +64,8 @@ def _by_rule(
 
 
 def _torchs(make: Callable[[Sequence[dict[str, Any]], OptimizerSpec], torch.optim.Optimizer]) -> UpdateFactory:
-    """Return the update by one of torch's optimizers. `make` builds it from groups of parameters and the run's optimizer settings."""
+    """Return the factory of updates by one of torch's optimizers. `make` builds this optimizer from groups of parameters and the
+    run's settings."""
 
     def made(
         parameters: Mapping[str, nn.Parameter],
@@ -99,7 +102,7 @@ def _sgd(groups: Sequence[dict[str, Any]], spec: OptimizerSpec) -> torch.optim.O
 
 
 def _from_paper(step: Callable[["Matrix", OptimizerSpec, int, float], Tensor]) -> UpdateFactory:
-    """Return the update by a formula `step`, which computes one new matrix at a time."""
+    """Return the factory of updates by a paper's formula `step`, which computes the new value of one matrix."""
 
     def made(
         parameters: Mapping[str, nn.Parameter],
@@ -126,7 +129,7 @@ def _from_paper(step: Callable[["Matrix", OptimizerSpec, int, float], Tensor]) -
 
 
 class Matrix:
-    """One matrix or vector in fp64, its gradient, and its optimizer state."""
+    """One matrix or vector in fp64, with its gradient and its optimizer state."""
 
     def __init__(
         self, weight: Tensor, gradient: Tensor, kept: dict[str, Tensor], treatment: Treatment, described: Parameter
@@ -135,7 +138,7 @@ class Matrix:
         self.decay = treatment.weight_decay
 
     def average(self, name: str, value: Tensor, share: float) -> Tensor:
-        """Update an exponential average, which begins at 0: keep `share` of it and take the rest from `value`."""
+        """Update an exponential average, which begins at 0, and return it: keep `share` of it and add 1 - `share` of `value`."""
         self.kept[name] = share * self.kept.get(name, torch.zeros_like(value)) + (1 - share) * value
         return self.kept[name]
 
@@ -174,7 +177,8 @@ def _adafactor(matrix: Matrix, spec: OptimizerSpec, t: int, lr: float) -> Tensor
 
 
 def _muon(matrix: Matrix, spec: OptimizerSpec, t: int, lr: float) -> Tensor:
-    """Jordan 2024 with the scale of Liu et al. 2025; matrices that are stored as one tensor are separated by reshaping."""
+    """Muon as in Jordan 2024, with the scale of Liu et al. 2025. Matrices that are stored as one tensor are separated by
+    reshaping."""
     moment = matrix.average("moment", matrix.gradient, spec.momentum)
     moment = spec.momentum * moment + (1 - spec.momentum) * matrix.gradient if spec.nesterov else moment
     columns, heads = moment.shape[1], matrix.described.heads
@@ -187,7 +191,7 @@ def _muon(matrix: Matrix, spec: OptimizerSpec, t: int, lr: float) -> Tensor:
 
 
 def _orthogonal(matrix: Tensor, spec: OptimizerSpec) -> Tensor:
-    """The orthogonal factor of a matrix, scaled to the root mean square of AdamW's updates."""
+    """Return the orthogonal factor of a matrix, scaled to the root mean square of AdamW's updates."""
     x = matrix / max(float(torch.norm(matrix)), 1e-7)
     for a, b, c in steps_of(spec.coefficients, spec.iterations):
         x = a * x + b * (x @ x.T @ x) + c * (x @ x.T @ x @ x.T @ x)
@@ -202,4 +206,4 @@ INDEPENDENT: dict[str, UpdateFactory] = {
     "adafactor": _from_paper(_adafactor),
     "muon": _from_paper(_muon),
 }
-"""Implementations separate from the trainer's, by the kind of optimizer."""
+"""Implementations that share no code with the trainer's, by kind of optimizer."""

@@ -1,4 +1,4 @@
-"""Compare a run under a plan with one process, by the limits in the row of its precision."""
+"""Compare a run under a plan with one process, using the limits that the run's precision has."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,8 @@ class Verdict:
 
     rows: tuple[Row, ...]
     tokens_tied: int = 0
-    """Tokens sent to other experts because two experts had nearly equal scores. If there are any, the rows prove nothing."""
+    """The number of tokens sent to other experts because two experts had nearly equal scores. If there are any, the rows prove
+    nothing."""
 
     @property
     def equal(self) -> bool:

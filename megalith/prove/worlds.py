@@ -1,7 +1,8 @@
-"""Small worlds: run a function on several ranks, which are forked from this process, so that torch is imported once, and joined by gloo
-over a file.
+"""Small worlds: run a function on several ranks. The ranks are forked from this process, so that torch is imported only once, and
+communicate by gloo, which they join through a file.
 
-They serve checks and tests that run many small worlds one after another. A run's own ranks are started and watched by `megalith.fleet`.
+Checks and tests use such worlds, of which they run many one after another. The ranks of a real run are started and watched by
+`megalith.fleet`.
 """
 
 import gc

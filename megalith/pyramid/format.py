@@ -12,7 +12,7 @@ import numpy as np
 
 FAN = 4
 Kind = Literal["codes", "numbers"]
-""""codes" are uint8, with 0 for a missing value; "numbers" are float32, with NaN for it."""
+"""Kinds of values: "codes" are uint8, with 0 for a missing value; "numbers" are float32, with NaN for a missing value."""
 
 TYPES: dict[str, np.dtype] = {"codes": np.dtype("<u1"), "numbers": np.dtype("<f4")}
 FILE = struct.Struct("<8sIIQ")  # magic, kind, level, width
@@ -24,7 +24,8 @@ NAME = re.compile(r"(\d{6})-(\d{2})-(\d{15})\.bin")
 
 
 def arrays_of(kind: str, level: int) -> int:
-    """Return the number of arrays in a record: one at level 0; above, minimum and maximum, and for numbers also the mean."""
+    """Return the number of arrays in a record: one at level 0; at higher levels minimum and maximum, and for numbers also the
+    mean."""
     return 1 if level == 0 else 2 if kind == "codes" else 3
 
 
@@ -39,7 +40,7 @@ def name_of(piece: int, level: int, first: int) -> str:
 
 @dataclass(frozen=True)
 class Segment:
-    """A file of the table, described by its name and metadata."""
+    """A file of the table, as its name and metadata describe it."""
 
     path: str
     piece: int

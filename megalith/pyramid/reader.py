@@ -37,7 +37,7 @@ class View:
 
 @dataclass(frozen=True)
 class _At:
-    """A record: its file, its offset in the file, its head."""
+    """A record: its file, its offset in the file, and its head."""
 
     run: "_Run"
     offset: int
@@ -45,12 +45,12 @@ class _At:
 
 
 Head = tuple[int, int, int, float, float, float]
-"""First step, last step, number of steps, time, and the two bases (reference numbers) of the values."""
+"""The head of a record: first step, last step, number of steps, time, and the two bases (reference numbers) of the values."""
 
 
 @dataclass
 class _Known:
-    """Parts of a file that never change and are read once: its format, and heads of complete records."""
+    """The parts of a file that never change and are read only once: its format, and the heads of complete records."""
 
     kind: str
     width: int
@@ -59,8 +59,8 @@ class _Known:
     heads: dict[int, Head] = field(default_factory=dict)
 
     def holds_for(self, segment: Segment) -> bool:
-        """True if the file is the same and has not shrunk. Inodes are reused, so if the metadata have changed, the first record's head must
-        be the same."""
+        """True if this is still the same file, and it has not shrunk. Inodes are reused, so if the metadata have changed, the
+        head of the first record must also be the same."""
         before, self.segment = self.segment, segment
         if before == segment:
             return True
@@ -68,7 +68,7 @@ class _Known:
 
 
 class _Run:
-    """A file of a table. It is opened at the first read of something that is not cached."""
+    """A file of a table. The file is opened at the first read of something that is not cached."""
 
     def __init__(self, segment: Segment, known: _Known) -> None:
         self.segment, self.kind, self.width, self._heads = segment, known.kind, known.width, known.heads
@@ -77,7 +77,8 @@ class _Run:
         self._file: int | None = None
 
     def read(self, size: int, offset: int) -> bytes:
-        """Return `size` bytes at an offset: fewer at the end of the file, none if the file was removed meanwhile."""
+        """Return `size` bytes at an offset. Fewer bytes are returned at the end of the file, and none if the file was removed in
+        the meantime."""
         if self._file is None:
             try:
                 self._file = os.open(self.segment.path, os.O_RDONLY)
@@ -86,12 +87,10 @@ class _Run:
         return os.pread(self._file, size, offset)
 
     def close(self) -> None:
-        """Close the file, if it was opened."""
         if self._file is not None:
             os.close(self._file)
 
     def head(self, index: int) -> Head | None:
-        """The head of a record; None if the record is incomplete."""
         if (known := self._heads.get(index)) is not None:
             return known
         read = self.read(START, FILE.size + index * self.record)
@@ -102,7 +101,7 @@ class _Run:
         return self._heads.setdefault(index, HEAD.unpack(read[: HEAD.size]))
 
     def index(self, step: int) -> int:
-        """The index of the first record whose last step is `step` or later."""
+        """Return the index of the first record whose last step is `step` or later."""
         low, high = 0, self.count
         while low < high:
             middle = (low + high) // 2
@@ -112,7 +111,7 @@ class _Run:
 
 
 class Reader:
-    """Reads a table, also while it is written. Damaged files are left out."""
+    """Reads a table, also while a writer appends to it. Damaged files are left out."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -120,7 +119,7 @@ class Reader:
 
     @contextlib.contextmanager
     def _files(self) -> Iterator[dict[int, dict[int, list[_Run]]]]:
-        """Piece -> level -> files."""
+        """The table's files, by piece and level."""
         found: dict[int, dict[int, list[_Run]]] = {}
         files: list[_Run] = []
         known = dict[str, _Known]()
@@ -140,20 +139,20 @@ class Reader:
                 one.close()
 
     def width(self) -> int:
-        """Number of values a step in the newest piece; 0 while there is none."""
+        """Number of values per step in the newest piece; 0 if there is no piece."""
         for segment in reversed(segments(self._folder)):
             if (what := _format(segment)) is not None:
                 return what.width
         return 0
 
     def span(self) -> tuple[int, int] | None:
-        """The first and the last step; None while there is none."""
+        """The first and the last step in the table; None if it has no step."""
         with self._files() as pieces:
             ends = [end for levels in pieces.values() if (end := _ends(levels)) is not None]
         return (min(first for first, _ in ends), max(last for _, last in ends)) if ends else None
 
     def newest(self) -> tuple[int, int, float, float] | None:
-        """The newest step's piece, number and two bases; None while there is none."""
+        """The piece, number and two bases of the newest step; None if the table has no step."""
         with self._files() as pieces:
             for piece in sorted(pieces, reverse=True):
                 for run in reversed(pieces[piece].get(0, ())):
@@ -173,9 +172,9 @@ class Reader:
     ) -> View:
         """Return about `most` records of the steps from `first` to `last`, with only the values in the slices `values`.
 
-        Repeated steps occur repeatedly. Pieces whose width is not `width` (default: that of the newest piece) are left out. If `until` is
-        (A, B), records after step B of piece A are left out. Time and memory are proportional to `most` times the number of values,
-        whatever the run's length.
+        Repeated steps occur repeatedly. Pieces with another `width` than the given one (default: the newest piece's) are left
+        out. If `until` is (A, B), the records of piece A after step B are left out. Time and memory are proportional to `most`
+        times the number of values, whatever the run's length.
         """
         with self._files() as pieces:
             wanted = width or max(((number, _width(levels)) for number, levels in pieces.items()), default=(0, 0))[1]
@@ -205,7 +204,7 @@ def _format(segment: Segment) -> _Known | None:
 
 
 def _beginning(segment: Segment) -> bytes:
-    """The head of a file and the head of its first record; empty if the file cannot be read."""
+    """Return the head of a file and the head of its first record; empty if the file cannot be read."""
     with contextlib.suppress(OSError), open(segment.path, "rb") as file:
         return file.read(FILE.size + START)
     return b""
@@ -216,14 +215,13 @@ def _width(levels: dict[int, list[_Run]]) -> int:
 
 
 def _ends(levels: dict[int, list[_Run]]) -> tuple[int, int] | None:
-    """The first and the last step of a piece."""
     heads = [head for runs in levels.values() for run in runs for i in (0, run.count - 1) if run.count and (head := run.head(i))]
     return (min(head[0] for head in heads), max(head[1] for head in heads)) if heads else None
 
 
 def _choose(levels: dict[int, list[_Run]], first: int, last: int, *, most: int) -> list[_At]:
-    """Return records of one piece, from the finest level that covers the steps with at most `most` records. The newest steps, not yet in a
-    complete record of that level, come from finer levels."""
+    """Return at most `most` records of one piece, from the finest level with which so few records cover the steps. Finer levels
+    provide the newest steps, which are not yet in a complete record of that level."""
     begin = max(first, min(runs[0].segment.first for runs in levels.values()))
     for level in sorted(levels):
         runs = levels[level]
@@ -274,7 +272,7 @@ def _stretches(chosen: Sequence[_At]) -> Iterator[tuple[int, int]]:
 
 
 def _read(stretch: Sequence[_At], array: int, values: Sequence[slice]) -> NDArray:
-    """Read some values of one array of wide records, record by record; values beyond the end of the file are zeros."""
+    """Read some values of one array from wide records, one record at a time. Values beyond the end of the file are zeros."""
     run, dtype = stretch[0].run, TYPES[stretch[0].run.kind]
     rows = []
     for at in stretch:
@@ -287,7 +285,7 @@ def _read(stretch: Sequence[_At], array: int, values: Sequence[slice]) -> NDArra
 
 
 def _read_block(stretch: Sequence[_At], array: int, values: Sequence[slice]) -> NDArray:
-    """Read some values of one array of narrow records, with one read for all of them."""
+    """Read some values of one array from narrow records, with one read for all records."""
     run, dtype = stretch[0].run, TYPES[stretch[0].run.kind]
     whole = run.read(len(stretch) * run.record, stretch[0].offset - START).ljust(len(stretch) * run.record, b"\0")
     table = np.frombuffer(whole, dtype=np.uint8).reshape(len(stretch), run.record)[

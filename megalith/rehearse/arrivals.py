@@ -1,4 +1,5 @@
-"""Times of faults in a simulated run: Poisson arrivals of single nodes, of racks and of switches, and planned stops."""
+"""Times of faults in a simulated run: Poisson arrivals of faults of single nodes, of outages of racks and switches, and of
+planned stops."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,8 +12,8 @@ from megalith.spec.faults import FaultCause
 
 @dataclass(frozen=True)
 class Fault:
-    """A possible fault. `time`: in seconds; `nodes`: by number; `hours`: how long the broken part is unavailable; `hardware`: True if the
-    machine is at fault, not the program; `idle`: True if the fault also hits idle nodes."""
+    """A possible fault at `time` (seconds) on `nodes` (by number), with the broken part unavailable for `hours`. `hardware`: the
+    machine is at fault, not the program. `idle`: the fault also hits idle nodes."""
 
     shows: str
     name: str
@@ -44,7 +45,8 @@ def arrivals(plan: Scenario, random: np.random.Generator, *, nodes: int) -> list
 
 
 def _of_node(plan: Scenario, random: np.random.Generator, cause: FaultCause, *, node: int, time: float) -> Fault:
-    """Return a fault of a single node. Maintenance also takes idle nodes; the hardware of idle nodes fails at a share of the rate."""
+    """Return a fault of a single node. Maintenance also hits idle nodes; their hardware fails less often than that of busy nodes,
+    by the factor `idle_factor`."""
     own, mean = plan.reliability, plan.reliability.hours(cause.repair)
     maintenance = cause.repair == "maintenance"
     hours = mean if maintenance else random.exponential(mean)
@@ -56,7 +58,7 @@ def _of_node(plan: Scenario, random: np.random.Generator, cause: FaultCause, *, 
 def _outages(
     plan: Scenario, random: np.random.Generator, what: str, *, nodes: int, size: int, rate: float, hours: float
 ) -> Iterator[Fault]:
-    """Return outages of groups of `size` neighbouring nodes: `rate` per second for each group, for `hours` on average."""
+    """Yield outages of groups of `size` neighbouring nodes. Each group has `rate` outages per second, of `hours` on average."""
     groups = -(-nodes // size)
     for time in _poisson(plan, random, rate * groups):
         group = int(random.integers(groups))
@@ -70,7 +72,6 @@ def planned_stops(plan: Scenario, random: np.random.Generator) -> list[float]:
 
 
 def _poisson(plan: Scenario, random: np.random.Generator, rate: float) -> np.ndarray:
-    """Return the seconds of events with this rate (per second) within the run, in order."""
     horizon = plan.days * DAY
     count = random.poisson(rate * horizon) if rate else 0
     return np.sort(random.random(count) * horizon)

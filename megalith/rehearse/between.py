@@ -1,4 +1,4 @@
-"""Settings of merges between simulated sites: from the command line, else from the run file, else assumed."""
+"""Settings of merges between simulated sites: taken from the command line, else from the run file, else assumed."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from megalith.spec.sizes import model_parameters
 BETWEEN_SITES = ("merge_every", "merge_seconds", "return_seconds", "grace", "patience", "decides", "staleness")
 """Keys of a simulation that apply only to several sites."""
 MERGE_SECONDS, RETURN_SECONDS, PATIENCE, MIN_GRACE = 300.0, 60.0, 4200.0, 5.0
-"""Assumed values; PATIENCE is the minimum that a run's own pace gives."""
+"""Assumed values in seconds. PATIENCE is the least time for which a real run waits for a quorum, whatever its step times."""
 
 
 def site_count(spec: SimulationSpec, run: RunSpec | None) -> int:
@@ -19,7 +19,7 @@ def site_count(spec: SimulationSpec, run: RunSpec | None) -> int:
 
 
 def between_sites(spec: SimulationSpec, run: RunSpec | None, step: float) -> dict[str, Any]:
-    """Return the fields of a scenario for the merges of several sites. A run has them in its table `[sites]`."""
+    """Return the fields of a scenario that describe merges between sites. A run file has these settings in its table `[sites]`."""
     sites = None if run is None else run.sites
     every, round_seconds, held, back = MERGE_SECONDS, MERGE_SECONDS, 0.0, RETURN_SECONDS
     if run is not None and sites is not None:

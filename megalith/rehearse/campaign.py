@@ -38,9 +38,10 @@ WRITTEN = 2  # steps within which a checkpoint that was due is on the disk
 def possible(
     fleet: FleetSpec, *, own_disk: bool, own_data: bool, no_network: str | None, agents: bool = False
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the reasons why kinds of fault are left out, and the kinds that a run with this fleet can survive. `own_disk`: the run's
-    checkpoints have a file system of their own (`small_disk`); `own_data`: its data is a copy (`data_of`); `no_network`: why nodes cannot
-    have their own networks (`networks.missing`); `agents`: each node has an agent (`rehearse.supervised_agents`)."""
+    """Return the kinds of fault that are left out, each with the reason, and the kinds that a run with these fleet settings can
+    survive. `own_disk`: the run's checkpoints have a file system of their own (`small_disk`); `own_data`: its data is a copy
+    (`data_of`); `no_network`: why nodes cannot have their own networks (`networks.missing`); `agents`: each node has an agent
+    (`rehearse.supervised_agents`)."""
     out: dict[str, str] = {}
     for name, kind in KINDS.items():
         missing = [need for need in kind.needs if not getattr(fleet, need)]
@@ -51,12 +52,14 @@ def possible(
         elif name == "agent" and not agents:
             out[name] = "one process runs all nodes; with --agent-kills each node has an agent"
         elif name in faults.OF_ONE_MEMORY and agents:
-            out[name] = "no process reaches the memory of all nodes: each node has its own agent, which is killed instead"
+            out[name] = (
+                "no process reaches the memory of all nodes: each node has its own agent, and the campaign kills agents instead"
+            )
         elif name == "interface" and agents:
             out[name] = "agents on one machine share the machine's network"
         elif name == "once" and fleet.verify != "all":
             out[name] = (
-                f'fleet.verify = "{fleet.verify}": it recomputes apart from the step, so it cannot detect a one-off error within the step'
+                f'fleet.verify = "{fleet.verify}": verification computes the step again, so it misses a one-off error in the first pass'
             )
         elif name == "full" and not own_disk:
             out[name] = "the run makes no checkpoints, or the user may not mount a small disk for them"
@@ -73,8 +76,8 @@ def only_at(fleet: FleetSpec, *, checkpoint_every: int) -> dict[str, int]:
 
 
 def not_before(*, checkpoint_every: int) -> dict[str, int]:
-    """Return the earliest step of some kinds of fault: one of two checkpoints may be damaged, but damage to the only one would lose the
-    run."""
+    """Return the earliest step at which a fault may damage a checkpoint. Earlier, the run has only one checkpoint, and damage to
+    it would lose the run."""
     return dict.fromkeys(("checkpoint", "altered"), 2 * checkpoint_every + WRITTEN)
 
 
@@ -83,11 +86,11 @@ def aimed(fleet: FleetSpec, *, checkpoint_every: int, kinds: Collection[str]) ->
     every = fleet.verify_every
     found = {"full": f"when a checkpoint is due, every {ordinal(checkpoint_every)} step"}
     if every == 1:
-        found["once"] = "all steps are verified, so the fault is found for certain at any step"
+        found["once"] = "all steps are verified, so the fault is detected at whichever step it comes"
     elif every:
         found["once"] = (
-            f"only every {ordinal(every)} step is verified: a fault there is found for certain, in another step never, so a fault at a "
-            f"random step is found with probability 1/{every}"
+            f"only every {ordinal(every)} step is verified: a one-off fault is detected only in a verified step, so at a "
+            f"random step it would be detected with probability 1/{every}"
         )
     return {kind: why for kind, why in found.items() if kind in kinds}
 
@@ -108,8 +111,8 @@ def may_mount() -> bool:
 
 @contextlib.contextmanager
 def small_disk(folder: Path, *, size: int) -> Iterator[None]:
-    """Mount a file system of `size` bytes at `folder`; its files are kept afterwards. Raises OSError or CalledProcessError if this process
-    may not mount one."""
+    """Mount a file system of `size` bytes at `folder`. Files written to it stay in `folder` after it is unmounted. Raises OSError
+    or CalledProcessError if this process may not mount one."""
     folder.mkdir(parents=True, exist_ok=True)
     options = ["-t", "tmpfs", "-o", f"size={size}", "megalith-campaign"]
     subprocess.run(["mount", *options, str(folder)], check=True, capture_output=True)
@@ -203,8 +206,9 @@ def run(
     agents: SupervisedAgents | None = None,
     tick: Callable[[], None] = lambda: None,
 ) -> CampaignRun:
-    """Run a command to its end, and start it again each time its supervisor was killed. Meanwhile lost `nodes` (their folders) and
-    interfaces of their `network` are restored. `agents`: the command starts one of these agents, which run the nodes together."""
+    """Run a command to its end, and start it again each time a fault has killed its supervisor. While the command runs, lost
+    `nodes` (given by their folders) and lost interfaces of `network` are restored. `agents`: the machines of the run have these
+    agents; the command starts the first agent, and this function starts the others."""
     environment = os.environ | ({injection.VARIABLE: str(injections.resolve())} if injections else {})
     environment |= {networks.VARIABLE: network.family} if network else {}
     mend = mender(injections, network) if injections else lambda: None
@@ -238,7 +242,6 @@ def run(
 
 
 def _stay(process: "subprocess.Popen[bytes]", nodes: Sequence[Path], tick: Callable[[], None]) -> int:
-    """Wait for a process, and repair nodes that were lost."""
     gone: dict[Path, float] = {}
     try:
         while (code := process.poll()) is None:
@@ -259,7 +262,6 @@ def _stay(process: "subprocess.Popen[bytes]", nodes: Sequence[Path], tick: Calla
 
 
 def _first_step(folder: Path, process: "subprocess.Popen[bytes]", tick: Callable[[], None]) -> float:
-    """Wait for the next step in a run's log; return its time, in seconds since the epoch."""
     before = len(of_kind(events.read(folder), Step))
     while process.poll() is None:
         steps = of_kind(events.read(folder), Step)

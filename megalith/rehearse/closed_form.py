@@ -1,4 +1,5 @@
-"""Closed forms for checkpoints and faults: exponential faults, one tier, no waiting. The simulator must agree under these conditions.
+"""Closed forms of goodput and of the best checkpoint interval, for exponential faults, one tier and no waiting. Under these
+conditions the simulator must give the same values.
 
 Times in seconds. `mtbf`: mean time between faults of the whole machine; `interval`: work between two saves; `stall`: how long a save stops
 the work; `restart`: from a fault until the run works again.
@@ -13,7 +14,8 @@ def young(mtbf: float, stall: float) -> float:
 
 
 def daly(mtbf: float, stall: float) -> float:
-    """The best interval to higher order (Daly 2006, equation 37); if stall exceeds 2 mtbf, saving does not pay, and the result is mtbf."""
+    """The best interval to higher order (Daly 2006, equation 37). If stall exceeds 2 mtbf, saves cost more than they recover, and
+    the result is mtbf."""
     if stall >= 2 * mtbf:
         return mtbf
     share = stall / (2 * mtbf)
@@ -27,5 +29,6 @@ def goodput(mtbf: float, *, interval: float, stall: float, restart: float) -> fl
 
 
 def goodput_to_first_order(mtbf: float, *, interval: float, stall: float, restart: float) -> float:
-    """1 - (restart + half an interval) per fault - one stall per interval; accurate while losses are a few percent."""
+    """The goodput 1 - (restart + half an interval) per fault - one stall per interval. This formula is accurate while the losses
+    are a few percent."""
     return 1 - (restart + interval / 2) / mtbf - stall / interval

@@ -40,7 +40,7 @@ EXPECTED: dict[str, tuple[str, ...]] = {
     "agent": ("nodes_lost",),
     "supervisor": (),
 }
-"""The observations that each kind of fault should be reported as."""
+"""The observations as which each kind of fault should be reported."""
 
 _OfRank = (
     observations.RankFailed
@@ -57,10 +57,10 @@ _OfRank = (
 class Fate:
     """Fate of one fault. Times are in seconds; None: not known. `blamed` is None if no node is at fault.
 
-    `interrupted`: the supervisor was killed before the run resumed, so the time until the next supervisor's start counts instead. `among`:
-    the fault's node was named together with others. `hidden`: the incident belongs to another fault, because its cause is not this kind's
-    observation, or because it covers several faults and names another. The run resumed after both faults, but nothing else is known about
-    this one.
+    `interrupted`: the supervisor was killed before the run resumed, so the recovery lasts until the supervisor has started again.
+    `among`: the fault's node was blamed together with others. `hidden`: the incident belongs to another fault, because its cause
+    is not an observation expected for this kind, or because several faults share it and it names a rank of another fault. The run
+    resumed after both faults, but nothing else is known about the hidden fault.
     """
 
     injection: Injection
@@ -76,7 +76,7 @@ class Fate:
 
     @property
     def own_recovery(self) -> float | None:
-        """Seconds that the run itself took to resume."""
+        """Seconds that the run took to resume; None if a killed supervisor had to be started again first."""
         return None if self.interrupted else self.recovery
 
     @property
@@ -86,13 +86,14 @@ class Fate:
 
     @property
     def judged(self) -> bool | None:
-        """True if the right rank was blamed; None if no rank is at fault, or if another fault of the same incident was blamed."""
+        """True if the right rank was blamed; None if no rank is at fault, or if the fault is hidden by another one."""
         return None if self.hidden and self.blamed else self.blamed
 
 
 @dataclass(frozen=True)
 class FalseAlarm:
-    """An incident that no fault explains. `seconds`: until the run resumed, None if it did not; `lost_steps`: the repeated steps."""
+    """An incident that no fault explains. `seconds`: the time until the run resumed (None if it did not resume); `lost_steps`:
+    the number of repeated steps."""
 
     incident: int
     cause: str
@@ -111,8 +112,9 @@ def fates_of(
     *,
     restarts: Sequence[float] = (),
 ) -> list[Fate]:
-    """Match each fault with the first incident after it that it can have caused; otherwise with the first incident after it, which hid the
-    fault, unless no other fault was near. `restarts`: the seconds that each start after a killed supervisor took, in order."""
+    """Match each fault with the first later incident of an expected kind, if at most two other incidents come before it.
+    Otherwise match it with the first later incident, which then hides the fault; killed supervisors and kinds with `room` are not
+    matched in this way. `restarts`: the seconds that each start after a killed supervisor took, in order."""
     incidents = of_kind(events, Incident)
     ends = {recovery.incident: recovery.time for recovery in of_kind(events, Recovery)}
     finished = max((end.time for end in of_kind(events, RunFinished)), default=None)
@@ -155,19 +157,18 @@ def fates_of(
 
 
 def _went_on(events: Sequence[Event], *, after: float) -> float | None:
-    """Return the time at which the first step of the next start was done."""
+    """Return the time at which the next start after `after` finished its first step; None if there was no such start or step."""
     later = iter([event for event in events if event.time > after])
     started = any(isinstance(event, RunStarted) for event in later)  # and leaves the rest
     return next((event.time for event in later if isinstance(event, Step)), None) if started else None
 
 
 def _nearest(like: Sequence[Incident], after: Sequence[Incident]) -> Incident | None:
-    """Return the first incident of a fault's kind after it, unless other incidents came long before that."""
+    """Return the first incident in `like` if at most two other incidents of `after` come before it; else None."""
     return like[0] if like and after.index(like[0]) <= 2 else None
 
 
 def _is_right(incident: Incident, together: Sequence[Injection], came: Mapping[int, tuple[float, str]]) -> bool:
-    """True if an incident names a rank that its faults hit, or the node of such a rank."""
     rank = _rank(incident)
     if rank is not None:
         return rank in {rank for one in together for rank in one.ranks}
@@ -175,7 +176,8 @@ def _is_right(incident: Incident, together: Sequence[Injection], came: Mapping[i
 
 
 def _is_hidden(incident: Incident, one: Injection, together: Sequence[Injection], came: Mapping[int, tuple[float, str]]) -> bool:
-    """True if an incident belongs to another fault: it has another cause, or it is shared by several faults and names another."""
+    """True if an incident belongs to another fault: its cause is not expected for this fault's kind, or several faults share the
+    incident and it names a rank of another fault."""
     if incident.cause not in EXPECTED[one.kind]:
         return True
     others = [other for other in together if other is not one and incident.cause in EXPECTED[other.kind]]
@@ -183,7 +185,6 @@ def _is_hidden(incident: Incident, one: Injection, together: Sequence[Injection]
 
 
 def _rank(incident: Incident) -> int | None:
-    """The rank that an incident names; None if it names no rank."""
     if incident.rank is not None:
         return incident.rank
     observation = observations.load(incident.evidence)
@@ -191,7 +192,6 @@ def _rank(incident: Incident) -> int | None:
 
 
 def _named(incident: Incident) -> set[str]:
-    """The nodes that an incident without a rank names."""
     if _rank(incident) is not None:
         return set()
     observation, blamed = observations.load(incident.evidence), {incident.node}
@@ -227,8 +227,8 @@ def false_alarms(fates: Sequence[Fate], events: Sequence[Event]) -> Iterator[Fal
 
 
 def _is_explained(incident: Incident, fates: Sequence[Fate]) -> bool:
-    """True if an incident is the expected observation of a fault, or follows from a fault: a damaged copy is found later, or a slow rank is
-    reported twice."""
+    """True if a fault explains an incident: the incident is the expected observation of the fault, or a later consequence, such
+    as a damaged copy found at the next load or a second report of a slow rank."""
     if any(fate.incident == incident.incident for fate in fates):
         return True
     kinds = {"copy_corrupt": ("checkpoint", "altered", "copy"), "straggler": ("slow",), "save_failed": ("full",)}

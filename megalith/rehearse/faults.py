@@ -1,7 +1,7 @@
 """The kinds of faults that a campaign can inject, and lists of faults drawn from a seed.
 
-The mix comes from a published table (`spec/faults.toml`): MIX maps its causes to kinds of fault. Ranks inject the faults of a list into
-themselves (`fleet.hooks`).
+How frequent each kind is comes from a published table of causes (`spec/faults.toml`); MIX maps the causes in that table to kinds
+of fault. Each rank injects its own faults of the list (`fleet.hooks`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,10 +16,12 @@ from megalith.spec.faults import FaultTable
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of fault. `moment`: when it is injected; `needs`: the fleet settings that are needed to survive or detect it.
+    """A kind of fault. `moment`: the moment in a step at which it is injected; `needs`: the fleet settings without which a run
+    cannot survive or detect it. `moment`: when it is injected; `needs`: the fleet settings that are needed to survive or detect
+    it.
 
-    `blames`: True if the run must name the faulty rank or its node. `lasts`: its length in steps; `room`: the steps within which it must be
-    noticed, and in which no other fault comes.
+    `blames`: True if the run must name the faulty rank or its node. `lasts`: the length of the fault in steps; `room`: the number
+    of steps within which the run must notice the fault, and in which the campaign injects no other.
     """
 
     title: str
@@ -82,7 +84,8 @@ MIX: tuple[tuple[str, str, float], ...] = (
     ("CPU", "slow", 1.0),
     ("system memory", "copy", 1.0),
 )
-"""A cause in the table, a kind of fault here, and its share of the cause's count."""
+"""A cause in the published table, the kind of fault that represents it, and the fraction of the cause's count that this kind
+gets."""
 
 INSTEAD = {
     "once": "gradient",
@@ -94,16 +97,17 @@ INSTEAD = {
     "checkpoint": "kill",
     "altered": "kill",
 }
-"""Kind of fault -> the kind that replaces it in a run in which it cannot happen."""
+"""Map from a kind of fault to the kind that replaces it in runs where it is impossible."""
 
 OF_ONE_MEMORY = ("checkpoint", "altered", "node", "two")
-"""Kinds that destroy all copies in memory if one machine runs all nodes. If each node has an agent, other machines keep copies too."""
+"""Kinds that destroy all copies in memory if one machine runs all nodes. If each node has an agent, a campaign leaves these kinds
+out. If each node has an agent, other machines keep copies too."""
 
 MOMENTS: tuple[Moment, ...] = ("step", "gradients", "resting")
 """The moments at which a process may die: at the start of a step, in its backward pass, after its update."""
 
 AFTERMATH = 4
-"""Steps of a campaign after its last fault."""
+"""Number of steps that a campaign trains after its last fault."""
 
 
 RECOVERING: tuple[Moment, ...] = ("joining", "building", "restoring")
@@ -144,9 +148,9 @@ def draw(
 ) -> list[Injection]:
     """Draw a list of faults, about `every` steps apart, from step `first` on. The same arguments give the same list.
 
-    About one in eight crashes comes while the ranks restart after the previous fault; about one in eight faults comes in the same step as
-    the previous one, on another rank. `only_at`: kinds that come only at multiples of a number of steps; `not_before`: the earliest step of
-    some kinds.
+    One in eight crashes, on average, comes while the ranks restart after the previous fault; one in eight faults comes in the
+    same step as the previous one, on another rank. `only_at`: kinds that come only at multiples of a number of steps;
+    `not_before`: the earliest step of some kinds.
     """
     random = Random(seed)
     kinds = [kind for kind, count in sorted(amounts.items()) for _ in range(count)]

@@ -1,16 +1,18 @@
-"""How long ranks of a campaign were silent before the watch reported a hang, compared with the longest time that it may wait.
+"""How long ranks of a campaign were silent before the watch reported a hang, compared with the longest silence that the watch may
+allow.
 
-The watch (`control.watch`) checks twice, half a limit apart, at turns of its loop: a silence lasts at most its limit and two turns, for
-which ALLOWED_SECONDS is enough. It can last longer for two reasons, which the log does not distinguish. Ranks that wait for a processor get
-more time in proportion (waiting half of the time adds half a limit), up to MAX_LIMITS limits. And a watch that gets no processor itself
-checks late. Both reasons lie in the machine, so late hangs are only counted and reported. A delay above MAX_LIMITS limits and two turns
-(each counted as a second at most) has no such reason, so it counts against the run.
+The watch (`control.watch`) checks a silent rank twice, half a limit apart, at turns of its loop. A silence therefore lasts at
+most its limit and two turns, for which ALLOWED_SECONDS is enough. A silence can last longer for two reasons, which the log does
+not distinguish. Ranks that wait for a processor get more time in proportion (waiting half of the time adds half a limit), up to
+MAX_LIMITS limits. A watch that gets no processor itself checks late. Both reasons lie in the machine, so late hangs are only
+counted and reported. Neither reason explains a silence above MAX_LIMITS limits and TURNS_SECONDS, so such a silence counts
+against the run.
 
-The limit is `max(hang_floor, hang_factor * the rolling 99th percentile of a step)` over the steps of all ranks (`control.pace`). The log
-has only the steps of rank 0, so a limit is compared with the value that the slowest of the same number of rank 0's steps would give: with
-few steps of each rank in the window, the percentile is the slowest step or next to it. A limit below the floor, or above that value by more
-than BETWEEN_RANKS, counts against the run. First steps of a start, saves and starts have other limits, for which the log has too few
-durations. Hangs in them are only counted.
+The watch's limit is `max(hang_floor, hang_factor * the rolling 99th percentile of a step)` over the steps of all ranks
+(`control.pace`). The log has only the steps of rank 0, so a limit is compared with the limit that the slowest of rank 0's newest
+steps would give. A limit counts against the run if it is below the floor, or more than BETWEEN_RANKS times the limit from rank
+0's steps. First steps of a start, saves and starts have other limits, for which the log has too few durations. Hangs in these
+phases are only counted.
 """
 
 from collections.abc import Sequence
@@ -29,7 +31,8 @@ BETWEEN_RANKS = 1.5  # by how much a rank's step may have been longer than rank 
 
 @dataclass(frozen=True)
 class Hang:
-    """One hang. `pace`: the largest limit that rank 0's steps justify; None: it was not in a step, or no pace was known yet."""
+    """One hang. `pace`: the largest limit that rank 0's steps justify; None: the hang was not in a running step, or there were no
+    step times yet."""
 
     incident: int
     silence: float
@@ -44,8 +47,8 @@ class Hang:
 
 @dataclass(frozen=True)
 class Hangs:
-    """All hangs of a campaign. `most`: the longest silence as a multiple of its own limit; `limits`: the smallest and largest limit in
-    running steps; `of_pace`: the largest limit as a multiple of the value from rank 0's steps."""
+    """All hangs of a campaign. `most`: the longest silence as a multiple of its own limit; `limits`: the smallest and largest
+    limit of hangs in running steps; `of_pace`: the largest limit as a multiple of the limit that rank 0's steps justify."""
 
     found: int = 0
     most: float | None = None
@@ -59,8 +62,8 @@ class Hangs:
 def hangs_of(events: Sequence[Event], *, fleet: FleetSpec, timeout: float, seen_late: float = 0.0) -> list[Hang]:
     """Return the hangs in a log.
 
-    `timeout`: the limit before a rank has a pace (`launch.timeout`). `seen_late`: seconds by which the watch may see one heartbeat later
-    than another. The longest step that the watch measures is longer by this.
+    `timeout`: the limit before a rank has a pace (`launch.timeout`). `seen_late`: how many seconds later than another heartbeat
+    the watch may see one. The longest step that the watch measures can be longer by these seconds.
     """
     found: list[Hang] = []
     took: list[float] = []
@@ -87,7 +90,7 @@ def hangs_of(events: Sequence[Event], *, fleet: FleetSpec, timeout: float, seen_
 
 
 def summary(hangs: Sequence[Hang]) -> Hangs:
-    """Return the number of hangs, and their delays."""
+    """Return the number of hangs, and their longest silence and limits."""
     running = [(hang.limit, hang.pace) for hang in hangs if hang.pace is not None]
     others = [hang.limit for hang in hangs if hang.pace is None]
     limits = [limit for limit, _ in running]

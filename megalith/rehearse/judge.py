@@ -1,6 +1,7 @@
 """The judgement of a campaign, read from the two runs' event logs, from the records of the injected faults, and from the last checkpoints.
 
-Two things are listed separately: hangs found late (`rehearse.hangs`), and restarts of a killed supervisor, which the run cannot do itself.
+Two results are listed separately: hangs that were found late (`rehearse.hangs`), and restarts of a killed supervisor, because a
+run cannot restart its own supervisor.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,8 +27,9 @@ BLAMED = 0.98  # share of the faults for which the right rank must be blamed
 
 @dataclass(frozen=True)
 class Aims:
-    """Limits on a campaign's speed; None: no limit, because speed also depends on the machine. They limit the seconds of recovery, in the
-    median and at the 99th percentile; the minutes of both runs together; and the silence of a hang, as a multiple of its limit."""
+    """Limits on a campaign's speed; None means no limit, because speed also depends on the machine. `median`, `most`: seconds of
+    recovery, in the median and at the 99th percentile; `minutes`: duration of both runs together; `silence`: the longest silence
+    of a hang, as a multiple of its limit."""
 
     median: float | None = None
     most: float | None = None
@@ -37,7 +39,7 @@ class Aims:
 
 @dataclass(frozen=True)
 class AimResult:
-    """A limit that a campaign must keep: the value found (None: there was nothing to measure) and the largest one allowed."""
+    """The result of one aim: the value found (None: there was nothing to measure), and the largest value allowed."""
 
     title: str
     unit: str
@@ -46,13 +48,13 @@ class AimResult:
 
     @property
     def met(self) -> bool:
-        """True if the limit is kept, or there was nothing to measure."""
+        """True if the value is at most the largest allowed, or there was nothing to measure."""
         return self.found is None or self.found <= self.most
 
 
 @dataclass(frozen=True)
 class Row:
-    """All faults of a kind."""
+    """The results of all faults of one kind."""
 
     kind: str
     title: str
@@ -71,9 +73,9 @@ class Row:
 class Judgement:
     """All results of a campaign. `problems` is empty if the campaign was passed.
 
-    `same_end`: weights, moments, position, random numbers and every step's loss equal those of the run without faults. `blamed`: how many
-    faults, without `hidden` ones, had their node blamed; `among`: how many of these together with other nodes. `recovery_*` are recoveries
-    by the run itself, without `supervisor_restarts`.
+    `same_end`: weights, moments, position, random numbers and every step's loss equal those of the run without faults. `blamed`:
+    for how many faults the right rank was blamed, and of how many; `among`: how often other nodes were blamed too. `recovery_*`
+    are seconds of recoveries by the run itself, without `supervisor_restarts`.
     """
 
     rows: tuple[Row, ...]
@@ -119,7 +121,8 @@ def judge(
     timeout: float,
     aims: Aims = Aims(),
 ) -> Judgement:
-    """Compare the run with faults to the run without. `states`: the end states of both; `timeout`: `launch.timeout`."""
+    """Compare the run with faults to the run without faults. `states`: the end states of both runs; `timeout`: the run's
+    `launch.timeout`."""
     happened = list(events.read(faulted.folder))
     fates = fates_of(injection.load(injections), injection.fired(injections), happened, restarts=faulted.supervisor_restarts)
     blamed = [fate.judged for fate in fates if fate.judged is not None]
@@ -152,17 +155,16 @@ def judge(
         aimed=aimed,
     )
     asked = _asked(aims, judged)
-    missed = [f"{one.title} {one.found:.2f}{one.unit}, {one.most:g}{one.unit} was the limit" for one in asked if not one.met]
+    missed = [f"{one.title} {one.found:.2f}{one.unit}, above the allowed {one.most:g}{one.unit}" for one in asked if not one.met]
     return replace(judged, asked=asked, problems=(*judged.problems, *missed))
 
 
 def _asked(aims: Aims, found: Judgement) -> tuple[AimResult, ...]:
-    """Return the aims that were given, each with its result."""
     table = (
         ("recovery in the median", " s", found.recovery_median, aims.median),
         ("recovery at the 99th percentile", " s", found.recovery_p99, aims.most),
         ("both runs", " min", (found.seconds + found.seconds_without) / 60, aims.minutes),
-        ("silence of a hang", " of its limit", found.hangs.most, aims.silence),
+        ("silence of a hang", " times its limit", found.hangs.most, aims.silence),
     )
     return tuple(AimResult(title, unit, value, most) for title, unit, value, most in table if most is not None)
 
@@ -192,21 +194,19 @@ def _row(kind: str, fates: Sequence[Fate]) -> Row:
 
 
 def _other_end(states: tuple[Any, Any], whole: Sequence[Event], faulted: Sequence[Event]) -> list[str]:
-    """Return the differences between the ends of the two runs."""
     other = states[0] is None or states[0] != states[1]
     found = ["the end state differs from that of the run without faults"] if other else []
     return [*found, *_other_steps(_steps(whole), _steps(faulted))]
 
 
 def _problems(fates: Sequence[Fate], ran: CampaignRun) -> list[str]:
-    """Return the reasons why a campaign is not passed, except its end state and its hangs."""
     found = []
     if ran.by_hand:
         found.append(f"the command ended {ran.by_hand} times in a way that no fault explains")
     for fate in fates:
         one = fate.injection
         if fate.came is None:
-            found.append(f"fault {one.number} ({one.kind} at step {one.step}) never came")
+            found.append(f"fault {one.number} ({one.kind} at step {one.step}) was never injected")
         elif not fate.handled:
             found.append(
                 f"fault {one.number} ({one.kind} at step {one.step}) was not detected, or the run did not recover from it"
@@ -223,7 +223,7 @@ def _problems(fates: Sequence[Fate], ran: CampaignRun) -> list[str]:
 
 
 def _steps(events: Sequence[Event]) -> dict[int, tuple[float, float, int]]:
-    """Return loss, gradient norm and tokens seen of each step. A repeated step replaces its first run."""
+    """Return loss, gradient norm and tokens seen of each step. If a step was repeated, the values of the repetition count."""
     counted: dict[int, tuple[float, float, int]] = {}
     for event in events:
         if isinstance(event, RunStarted):
@@ -234,8 +234,8 @@ def _steps(events: Sequence[Event]) -> dict[int, tuple[float, float, int]]:
 
 
 def _other_steps(whole: dict[int, tuple[float, float, int]], faulted: dict[int, tuple[float, float, int]]) -> list[str]:
-    """Describe the steps that differ. With the same samples and weights, a step's loss has the same bits."""
+    """Describe the steps whose values differ. With the same samples and weights, a step's loss has the same bits."""
     missing = sorted(set(whole) - set(faulted))
     other = [step for step in sorted(set(whole) & set(faulted)) if whole[step] != faulted[step]]
     found = [f"steps that are not in the log: {len(missing)}, first {missing[0]}"] if missing else []
-    return [*found, f"steps with other losses: {len(other)}, first {other[0]}"] if other else found
+    return [*found, f"steps whose loss, gradient norm or tokens differ: {len(other)}, first {other[0]}"] if other else found

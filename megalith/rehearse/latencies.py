@@ -14,12 +14,12 @@ from megalith.spec.cluster import ClusterSpec
 
 @dataclass(frozen=True)
 class Latencies:
-    """All figures are in seconds except `verify`: the share of the run's time that recomputation takes.
+    """Durations in seconds, except `verify`: the fraction of the run's time that recomputation for verification takes.
 
-    `crash`, `hang`, `node_lost`: the time from such a fault to the decision. `restart`: from the decision until ranks can restore;
-    `restore`, by tier: the restore that follows. `replace`: the additional time if a spare joins. `stall`, by tier: how long a copy stops
-    the work; `write`: until a checkpoint in the store is complete; `save`: a save for which training waits; `start`: the first start;
-    `check`: a health check.
+    `crash`, `hang`, `node_lost`: the time from such a fault to the decision. `restart`: the time from the decision until ranks
+    can restore the state; `restore`, by tier: the time to restore the state from this tier. `replace`: the additional time if a
+    spare joins. `stall`, by tier: how long a copy stops training; `write`: the time until a checkpoint in the store is complete;
+    `save`: a save that training waits for; `start`: the first start; `check`: a health check.
     """
 
     restart: float
@@ -70,7 +70,8 @@ def of_cluster(
     """Return a profile with durations from the hardware's rates. `state_bytes`: the size of the whole state; `storage`: bytes/s of the
     shared store.
 
-    A blocking save takes state / storage; an asynchronous save is complete after the same time. Raises ValueError for an unknown profile.
+    A blocking save stops training for state / storage seconds; an asynchronous save is complete after the same time. Raises
+    ValueError for an unknown profile.
     """
     if profile not in PROFILES:
         raise ValueError(f"{profile!r} is not a profile of latencies. Use one of {', '.join(PROFILES)}")
@@ -80,7 +81,7 @@ def of_cluster(
 def at_rates(
     chosen: Latencies, cluster: ClusterSpec, *, state_bytes: float | None = None, storage: float | None = None
 ) -> Latencies:
-    """Do the same for any latencies: durations that grow with the state become its bytes over the hardware's rates."""
+    """Return `chosen` with new values for durations that grow with the state: the state's bytes divided by the hardware's rates."""
     if not state_bytes:
         return chosen
     restore, notes = dict(chosen.restore), [chosen.source, f"a state of {state_bytes / 1e12:.3g} TB"]
@@ -102,11 +103,11 @@ _SEEN_AS = {RankFailed.kind: "crash", Hang.kind: "hang", NodesLost.kind: "node_l
 
 
 def calibrated(events: Iterable[Event], base: Latencies, *, typical: Callable[[Sequence[float]], float] = median) -> Latencies:
-    """Return `base` with the typical durations of a run's incidents and saves (events `Incident`, `Recovery`, `Checkpoint`). `typical`: the
-    median, or the mean if totals must be correct.
+    """Return `base` with the typical durations of a run's incidents and saves (events `Incident`, `Recovery`, `Checkpoint`).
+    `typical`: how several durations become one: by their median, or by their mean where totals must be correct.
 
-    The log has only the total of restart and restore. So restart gets the total of the fastest tier, and the restore of a slower tier gets
-    the excess over it; a tier without a restore keeps the value of `base`.
+    The log has only the sum of restart and restore. `restart` therefore becomes this sum for the fastest tier, and the restore of
+    a slower tier becomes the excess of its sum over that; a tier without a restore in the log keeps the value of `base`.
     """
     whole = list(events)
     begun = {incident.incident: incident for incident in of_kind(whole, Incident)}
@@ -131,8 +132,8 @@ def calibrated(events: Iterable[Event], base: Latencies, *, typical: Callable[[S
 
 
 def _recoveries(events: Sequence[Event], begun: Mapping[int, Incident]) -> dict[str, list[float]]:
-    """Return seconds from decisions to the next step, by the slowest tier that was read. After failed starts only the last one counts. Time
-    spent waiting for a save is included."""
+    """Return the seconds from each decision to the next step, by the slowest tier that was read. If starts failed in between,
+    only the last decision counts. Time spent waiting for a save is included."""
     decided = sorted(incident.time for incident in begun.values())
     found: dict[str, list[float]] = {}
     for recovery in of_kind(events, Recovery):

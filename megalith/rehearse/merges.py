@@ -1,5 +1,6 @@
-"""Sites of a simulated run. Each has its own faults, and its work counts once a merge includes it. The rules are those of the trainer's
-council (`train.sites.council`): grace, quorum, sites that leave and return, and a new start of all sites if none waits at a merge."""
+"""The sites of a simulated run and their merges. Each site has its own faults, and its work counts once a merge includes it.
+Merges follow the rules of the trainer's council (`train.sites.council`): grace, quorum, sites that leave and return, and a new
+start of all sites if none waits at a merge."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -28,8 +29,8 @@ def alone(plan: Scenario) -> Scenario:
 
 @dataclass(frozen=True)
 class _Period:
-    """The part of a site's life whose work goes to one merge. `seconds`: its length; `started`: when in the period the ranks last
-    restarted, None if they did not."""
+    """The part of a site's life whose work goes to one merge. `seconds`: the length of the period; `started`: the time in the
+    period at which the ranks last restarted, None if they did not."""
 
     seconds: float
     started: float | None
@@ -37,9 +38,9 @@ class _Period:
 
 @dataclass
 class _Member:
-    """One site. `since`: when it began the period `number`. `follows`: the site does not train yet, but can from `since` on. `merged`: the
-    number of periods whose work was merged; `lost`: the number of other periods. `lived`: seconds of its life that have passed. `missed`:
-    merges that did not include its period, because it was late."""
+    """One site, which began its period `number` at time `since`. `follows`: the site does not train yet, but can from `since` on.
+    `merged`: the number of periods whose work was merged; `lost`: the number of other periods. `lived`: the seconds of the site's
+    simulated life that are used up. `missed`: the number of merges that the site missed because it was late."""
 
     periods: list[_Period]
     number: int = 0
@@ -52,17 +53,17 @@ class _Member:
 
     @property
     def period(self) -> _Period:
-        """Return the site's current period; if the run is over, a period that never ends."""
+        """Return the site's current period; after its last period, a period that never ends."""
         return self.periods[self.number] if self.number < len(self.periods) else _Period(inf, None)
 
     @property
     def restarted(self) -> bool:
-        """True if the site's ranks restarted in this period: the other sites merge without it, as if it were away."""
+        """True if the site's ranks restarted in this period: the other sites then merge without this site's work."""
         return not self.follows and self.period.started is not None
 
     @property
     def ready(self) -> float:
-        """The time at which the site has done the work of its period, or is back and follows the other sites' merges."""
+        """The time at which the site can join a merge: when the work of its period is done, or when it is back after a restart."""
         return self.since + (0.0 if self.follows else self.period.seconds if self.period.started is None else self.period.started)
 
     def may_miss(self, now: float, staleness: int) -> bool:
@@ -70,7 +71,8 @@ class _Member:
         return not self.follows and not self.restarted and self.ready > now and self.missed < staleness
 
     def catch_up(self, now: float) -> int:
-        """End the site's finished periods whose merges it has missed, and return their number. The site did not wait after them."""
+        """End the finished periods for which a late site missed the merges, and return their number. The site did not wait after
+        these periods."""
         done = 0
         while self.missed and not self.restarted and self.ready <= now:
             missed, done = self.missed - 1, done + 1
@@ -79,7 +81,7 @@ class _Member:
         return done
 
     def end(self, now: float, *, taken: bool) -> None:
-        """End the site's period: a merge included its work, or the work is lost. The site continues to train, if it is present."""
+        """End the site's period: a merge included its work, or the work is lost. Unless the site is away, it continues to train."""
         self.missed = 0
         if self.follows:
             self.since, self.follows = max(now, self.since), self.since > now
@@ -93,8 +95,8 @@ class _Member:
 
 @dataclass
 class MergeOutcome:
-    """The merges of a simulated run. `left`: how often a site left; `anew`: new starts of all sites, because no training site or no quorum
-    was present; `seconds`: by use, on average over the sites."""
+    """The merges of a simulated run. `left`: how often a site left; `anew`: new starts of all sites, because no training site or
+    no quorum was present; `seconds`: seconds by use, averaged over the sites."""
 
     merges: int = 0
     left: int = 0
@@ -152,8 +154,9 @@ def merged(plan: Scenario, sites: Sequence[Site]) -> MergeOutcome:
 
 
 def _decided(plan: Scenario, members: Sequence[_Member], own: _Member) -> float:
-    """Return the time of the decider's merge. The decider waits, at most for a grace, until every training site that may not miss the merge
-    has done its work or was restarted. Then it waits for a quorum of such sites. The time is inf if that exceeds its patience."""
+    """Return the time of the merge by `own`, the site that decides. The decider waits, for at most `plan.grace`, until every
+    training site that must not miss the merge has done its work or was restarted. Then the decider waits for a quorum of sites
+    that have done their work. If it would wait longer than `plan.patience`, there is no merge, and the result is inf."""
     enough = max(own.ready, _quorum(plan, members))
     awaited = [member.ready for member in members if not member.follows and member.missed >= plan.staleness]
     now = max(enough, min(max(awaited, default=enough), own.ready + plan.grace))
@@ -161,20 +164,21 @@ def _decided(plan: Scenario, members: Sequence[_Member], own: _Member) -> float:
 
 
 def _noticed(plan: Scenario, standing: Sequence[_Member], decider: _Member) -> float:
-    """Return the time at which the sites that wait at a merge notice that the decider was restarted, or was silent for a grace."""
+    """Return the time at which the sites that wait at a merge notice that the decider was restarted, or has been silent for
+    `plan.grace`."""
     waiting = min(member.ready for member in standing)
     return max(waiting, min(decider.ready, waiting + plan.grace))
 
 
 def _started_anew(plan: Scenario, members: Sequence[_Member], own: _Member, *, patience: float) -> float:
-    """Return the time at which all sites train again from the newest checkpoint, because none waits at the merge, or too few came within
-    the patience."""
+    """Return the time at which all sites train again from the newest checkpoint, because no site waits at the merge, or too few
+    arrived within `patience`."""
     return max(own.ready + patience + plan.latencies.restart + plan.return_seconds, _quorum(plan, members))
 
 
 def _quorum(plan: Scenario, members: Sequence[_Member]) -> float:
-    """Return the time at which more than half of the sites have arrived, or the site that the run names. A late site first makes up the
-    merges that it has missed."""
+    """Return the time at which more than half of the sites have arrived or, if the run names a deciding site, that site. A late
+    site first makes up for the merges that it has missed."""
     if plan.decides is not None:
         return members[plan.decides].ready
     return sorted(member.ready + member.missed * plan.merge_every for member in members)[len(members) // 2]
@@ -195,7 +199,7 @@ def _periods(site: Site, work: float) -> list[_Period]:
 
 
 def _used(member: _Member, site: Site, work: float, horizon: float) -> dict[TimeUse, float]:
-    """Return a site's seconds by use: its life so far, its additional waits, and (as lost) work that no merge took."""
+    """Return a site's seconds by use: its life so far, its waits for other sites, and (as lost time) work that no merge included."""
     other = {what: seconds for what, seconds in site.seconds.items() if what is not TimeUse.USEFUL}
     scale = max(0.0, member.lived - (member.merged + member.lost) * work) / (sum(other.values()) or 1.0)
     shares = {what: scale * seconds for what, seconds in other.items()} | {TimeUse.USEFUL: member.merged * work}

@@ -1,4 +1,5 @@
-"""Input of a simulation, from the command line, a run file and a campaign's log. All mistakes in them are reported together."""
+"""Input of a simulation, from the command line, a run file and a campaign's log. All mistakes in this input are reported
+together."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,11 +31,11 @@ STEP_SECONDS, CHECKPOINT_MINUTES = 10.0, 30.0
 """Assumed values."""
 
 MAX_EVENTS, MAX_NODES = 100_000, 1_000_000
-"""Limits of one simulated run: of its events (faults, outages or planned stops) and of its nodes. A larger run would take too long, or too
-much memory."""
+"""The most events (faults, outages or planned stops) and nodes of one simulated run. A simulation with more would take too long,
+or too much memory."""
 
 WITHOUT_EFFECT: dict[str, str] = {
-    "recover": "the simulated policy always recovers",
+    "recover": "the simulated policy always recovers after a fault",
     "nodes": "Use --cluster, which sets how many nodes train.",
     "disk": "Use latencies.restore.disk and latencies.stall.disk.",
     "digest": "The tables of faults have no fault that alters the state between two steps.",
@@ -47,7 +48,8 @@ WITHOUT_EFFECT: dict[str, str] = {
     "burn_in": "Use latencies.check.",
     "ledger": "Use reliability.lemon_share and lemon_factor.",
 }
-"""Keys of [fleet] that the simulation ignores, each with the reason or a replacement. A run file may set them."""
+"""Keys of [fleet] that the simulation ignores, each with the reason or with the key to use instead. Run files may contain these
+keys."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,8 @@ def prepare(
 
 
 def _sorted(wanted: SimulationRequest, problems: list[Problem]) -> tuple[list[Layer], list[str]]:
-    """Split the settings between the simulation and the run file; [fleet] belongs to the run file if there is one."""
+    """Split the settings into those of the simulation and those of the run file. Keys of [fleet] belong to the run file if there
+    is one."""
     own: list[Layer] = []
     others: list[str] = []
     for key, value in (wanted.options or {}).items():
@@ -139,12 +142,11 @@ def _ineffective(fleet: Mapping[str, Any]) -> Iterator[Problem]:
     for key in fleet.keys() & WITHOUT_EFFECT.keys():
         way_out = WITHOUT_EFFECT[key]
         if not way_out.endswith("."):
-            way_out = f"Leave it out: {way_out}."
-        yield _problem(f"fleet.{key}", fleet[key], "changes nothing in a simulation", way_out)
+            way_out = f"Leave this key out: {way_out}."
+        yield _problem(f"fleet.{key}", fleet[key], "this key changes nothing in a simulation", way_out)
 
 
 def _spec(layers: Sequence[Layer], problems: list[Problem]) -> SimulationSpec:
-    """Return the valid settings of the simulation, so that other checks can continue."""
     tree: dict[str, Any] = {}
     for layer in layers:
         files.lay(tree, layer.values, source=layer.source, sources={})
@@ -161,7 +163,6 @@ def _run(wanted: SimulationRequest, overrides: Sequence[str], problems: list[Pro
 
 
 def _cluster(wanted: SimulationRequest, run: ResolvedRun | None, problems: list[Problem]) -> tuple[str, ClusterSpec | None]:
-    """Return the cluster's name and the cluster; if none is named, the run file's."""
     name = wanted.cluster
     if name is None and run is not None and run.spec.cluster != "local":
         name = run.spec.cluster if clusters.counted(run.spec.cluster) else f"{run.spec.cluster}:{run.spec.plan.ranks}"
@@ -179,7 +180,6 @@ def _cluster(wanted: SimulationRequest, run: ResolvedRun | None, problems: list[
 
 
 def _measured(wanted: SimulationRequest, spec: SimulationSpec, problems: list[Problem]) -> Latencies | None:
-    """Return the profile, with measured durations from a campaign's log."""
     base = PROFILES[spec.profile]
     if wanted.log is None:
         return base
@@ -199,23 +199,24 @@ def _measured(wanted: SimulationRequest, spec: SimulationSpec, problems: list[Pr
 
 
 def _contradictions(spec: SimulationSpec, run: ResolvedRun | None, cluster: ClusterSpec | None) -> Iterator[Problem]:
-    """Yield the contradictions between values."""
     sites = site_count(spec, run.spec if run else None)
     if cluster is not None and sites > cluster.nodes:
-        reason = f"the cluster has only {cluster.nodes} nodes to divide among sites"
+        reason = f"each site needs a node, but the cluster has only {cluster.nodes}"
         yield _problem("sites", sites, reason, f"Use 1 to {cluster.nodes}.")
     if sites > 1 and run is not None and run.spec.sites is not None and run.spec.sites.exchanges_gradients:
-        reason = "makes each fault stop all sites, but the simulator knows only sites that merge with a quorum"
+        reason = "with this method each fault stops all sites, but the simulator has only sites that merge with a quorum"
         yield _problem("sites.method", run.spec.sites.method, reason, "Use --sites 1 with all nodes.")
     for key in BETWEEN_SITES if sites == 1 else ():
         if key in spec.model_fields_set:
-            reason = "applies between sites, but there is only one site"
-            yield _problem(key, getattr(spec, key), reason, "Use --sites 2 or more, or leave it out.")
+            reason = "this key describes merges between sites, but there is only one site"
+            yield _problem(key, getattr(spec, key), reason, "Use --sites 2 or more, or leave this key out.")
     if spec.decides is not None and spec.decides >= sites > 1:
         yield _problem("decides", spec.decides, f"is not one of the sites 0 to {sites - 1}", "Name one of these sites.")
     if spec.storage is not None and spec.state_bytes is None and run is None:
-        way_out = "Add --set state_bytes=BYTES, such as 6.5e12 for 405e9 parameters of 16 bytes, or give a RUN.toml."
-        yield _problem("storage", spec.storage, "is a rate, but without the bytes of the state it gives no time", way_out)
+        way_out = "Add --set state_bytes=BYTES, such as 6.5e12 for 405e9 parameters with 16 bytes each, or give a RUN.toml."
+        yield _problem(
+            "storage", spec.storage, "this is a rate, and without the bytes of the state the time of a save is unknown", way_out
+        )
     known = spec.reliability if "faults" in spec.reliability.model_fields_set else cluster.reliability if cluster else None
     if known is not None and known.faults not in tables():
         nearest = near(known.faults, tables())
@@ -226,7 +227,6 @@ def _contradictions(spec: SimulationSpec, run: ResolvedRun | None, cluster: Clus
 
 
 def _too_large(cluster: ClusterSpec, spec: SimulationSpec, spares: int) -> Iterator[Problem]:
-    """Yield the settings that lead to more nodes or events than can be simulated."""
     if cluster.nodes > MAX_NODES:
         way_out = f"Use at most {MAX_NODES * cluster.per_node:,} devices."
         yield _problem("--cluster", cluster.count, f"{cluster.nodes:,} nodes are too many to simulate", way_out)
@@ -258,7 +258,6 @@ def _too_large(cluster: ClusterSpec, spec: SimulationSpec, spares: int) -> Itera
 
 
 def _with_own(cluster: ClusterSpec, spec: SimulationSpec) -> ClusterSpec:
-    """Return the cluster with the reliability settings of `spec`."""
     said = {key: getattr(spec.reliability, key) for key in spec.reliability.model_fields_set}
     rate = {} if spec.interruptions is None else {"interruptions": spec.interruptions}
     return cluster.model_copy(update={"reliability": cluster.reliability.model_copy(update=said), **rate})
@@ -278,7 +277,7 @@ def _prepared(spec: SimulationSpec, run: ResolvedRun | None, cluster: ClusterSpe
         notes.append("fleet.verify_every: assumed to cost nothing; --set latencies.verify=SHARE of the time changes it")
     sites = site_count(spec, run.spec if run else None)
     if left := cluster.nodes % sites:
-        notes.append(f"{left} of {cluster.nodes} nodes are in no site, because the {sites} sites have the same size")
+        notes.append(f"{left} of {cluster.nodes} nodes are unused, because all {sites} sites have the same size")
     between = between_sites(spec, run.spec if run else None, step) if sites > 1 else {}
     rated = latencies.at_rates(base, cluster, state_bytes=spec.state_bytes, storage=spec.storage)
     plan = scenario(
@@ -299,7 +298,7 @@ def _fleet(spec: SimulationSpec, run: ResolvedRun | None, cluster: ClusterSpec) 
     if fleet.no_spare == "shrink" and fleet.fallback is None:
         update["fallback"] = Plan()  # which one does not matter here: work goes on in proportion to the nodes that are left
         notes.append(
-            "fleet.no_spare = shrink: assumed to train on any number of nodes, in proportion; a real run needs a fleet.fallback"
+            "fleet.no_spare = shrink: the run is assumed to train on any number of nodes, in proportion; a real run needs a fleet.fallback"
         )
     return fleet.model_copy(update=update), notes
 

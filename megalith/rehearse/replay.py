@@ -1,6 +1,6 @@
 """Replays a campaign in the simulator: the same faults at the same steps, the same policy, and the latencies of the campaign's log.
 
-This compares the simulator with a run that had real faults: its goodput, and each cause of lost time.
+A replay compares the simulator with a run that had real faults: its goodput, and each cause of lost time.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -43,14 +43,16 @@ LOST = ("node", "interface", "agent")
 CHECK_SECONDS = 1.0  # that a node's health check takes on one machine
 
 _UNSEEN = replace(PROFILES["memory"], restore=dict.fromkeys(PROFILES["memory"].restore, 0.0))
-"""Latencies that are not in the log: a campaign's state is small, so unused tiers are taken to be as fast as the used ones."""
+"""Assumed latencies that a campaign's log does not contain: its state is small, so unused tiers are assumed to be as fast as the
+used ones."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Latencies of a campaign's log, in seconds. `step`: a step that is not the first of a start; `overhead`: the additional share between
-    steps; `first`: the extra time of the first step after a recovery; `partial`: the time between the last finished step and a fault;
-    `failed`: the length of a start that ended in another fault; `slow`: the cost of a straggler until the decision about it."""
+    """Latencies of a campaign's log, in seconds. `step`: the time of a step that is not the first of a start; `overhead`: the
+    additional time between steps, as a fraction of a step; `first`: the extra time of the first step after a recovery; `partial`:
+    the time between the last finished step and a fault; `failed`: the length of a start that ended in another fault; `slow`: the
+    time that a straggler costs until the decision about it."""
 
     step: float
     overhead: float
@@ -63,7 +65,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class ReplayedCampaign:
-    """A campaign's record, and the simulation of its list of faults. `seconds`: by use of time."""
+    """A campaign's record, and the simulation of its list of faults. `seconds`: the predicted seconds of each use of time."""
 
     recorded: Goodput
     figures: Figures
@@ -72,22 +74,22 @@ class ReplayedCampaign:
 
     @property
     def wall(self) -> float:
-        """Predicted seconds of the run, without the time in which it waited for a person."""
+        """Predicted seconds of the run, without those in which it waited for a person."""
         return sum(self.seconds.values()) - self.seconds[TimeUse.PERSON]
 
     @property
     def goodput(self) -> float:
-        """Predicted share of useful time; the same steps are useful as in the record."""
+        """Predicted goodput. The useful steps are those of the record."""
         return self.recorded.seconds[Cause.USEFUL] / self.wall
 
     @property
     def gap(self) -> float:
         """Relative difference between the predicted and the recorded goodput."""
-        assert self.recorded.share, "a campaign without a step"
+        assert self.recorded.share, "a campaign in which no step was finished"
         return self.goodput / self.recorded.share - 1
 
     def rows(self) -> list[tuple[str, float, float]]:
-        """(what, seconds recorded, seconds predicted)."""
+        """The table's rows: use of time, recorded seconds, predicted seconds."""
         then, now = self.recorded.seconds, self.seconds
         apart = (Cause.LOST, Cause.DETECTION, Cause.RECOVERY, Cause.AWAY)
         steps = sum(seconds for cause, seconds in then.items() if cause not in apart)
@@ -111,9 +113,10 @@ class ReplayedCampaign:
 
 
 def replay(folder: Path, *, like: Path | None = None) -> ReplayedCampaign:
-    """Replay the campaign in a folder. `like`: the campaign whose log gives the latencies; by default the same one.
+    """Replay the campaign in a folder. `like`: the folder of another campaign whose log gives the latencies; by default this
+    campaign's own log does.
 
-    Raises FileNotFoundError if there is no campaign, ValueError if it has no step.
+    Raises FileNotFoundError if there is no campaign in the folder, ValueError if its log has no step.
     """
     run = folder / FAULTED
     if not (run / "spec.json").is_file():
@@ -130,7 +133,7 @@ def replay(folder: Path, *, like: Path | None = None) -> ReplayedCampaign:
 
 
 def measured(records: Sequence[Event]) -> Figures:
-    """Return the figures in a log: means, so that totals are correct."""
+    """Return the latencies in a log as means rather than medians, so that their totals are correct."""
     incidents = of_kind(records, Incident)
     over = {one.incident: one.time for one in of_kind(records, Recovery)}
     failed = [b.time - a.time for a, b in pairwise(incidents) if _restarts(a) and b.time < over.get(a.incident, 0.0)]
@@ -151,7 +154,7 @@ def measured(records: Sequence[Event]) -> Figures:
 
 
 def _first_steps(records: Sequence[Event]) -> Iterator[tuple[float, float]]:
-    """Yield, for each start after a fault, the time of its recovery and the time of its first step."""
+    """For each start after a fault, yield the time of its recovery and the time at which its first step ended."""
     for i, record in enumerate(records):
         if isinstance(record, RunStarted):
             here = list(takewhile(lambda one: not isinstance(one, RunStarted), records[i + 1 :]))
@@ -199,7 +202,6 @@ class _Hurt(Site):
         }  # fmt: skip
 
     def live(self) -> "_Hurt":
-        """Simulate from the first step to the last one."""
         self._at(0.0, self._ready, of_group=True)
         for _ in range(LIMIT):
             if self.running and self.progress >= self.end - 1e-9:
@@ -209,13 +211,12 @@ class _Hurt(Site):
             self._advance(time)
             happen()
         raise RuntimeError(
-            f"{self.plan.name}: more than {LIMIT:,} events before its last step: its faults repeat without progress"
+            f"{self.plan.name}: more than {LIMIT:,} events before its last step: its faults occur again and again without progress"
         )
 
     # When faults come
 
     def _ready(self) -> None:
-        """Begin to work, after the extra time of the first step."""
         first, self.first = self.first, 0.0
         if first:
             self._spend(TimeUse.CHECKPOINT)
@@ -229,18 +230,17 @@ class _Hurt(Site):
         self.first = self.figures.first
 
     def _await_next(self) -> None:
-        """Continue until the next fault, or the last step."""
         until = min(self.end, self._moment(self.left[0])) if self.left else self.end
         self._at(max(0.0, until - self.progress) * (1 + self.overhead), self._come, of_group=True)
 
     def _moment(self, one: Injection) -> float:
-        """Return the progress at which a fault comes: within a step, or between its update and the next step."""
+        """Return the progress (seconds of work) at which a fault occurs: within a step, or between its update and the next step."""
         step = self.plan.step_seconds
         return (one.step + 1) * step if one.moment == "resting" else one.step * step + self.figures.partial
 
     def _come(self) -> None:
-        """Inject the faults that are due. The first fault that ends the ranks hides the others. The policy forgets failures at earlier
-        steps."""
+        """Inject the faults that are due. If a fault ends the ranks, other faults due at the same time are skipped. The policy
+        first learns the current step, and forgets failures at earlier steps."""
         self.state = policy.decide(self.state, observations.Progressed(**self._when()), fleet=self.plan.fleet).state
         while self.left and self._moment(self.left[0]) <= self.progress + 1e-9:
             one = self.left.pop(0)
@@ -250,8 +250,8 @@ class _Hurt(Site):
             self._await_next()
 
     def _copies(self, *, saved: bool = False) -> tuple[Copy, ...]:
-        """Return the copies as in any simulated run, but with the campaign's checkpoints: those due and written, and those saved when a
-        node was taken away."""
+        """Return the copies as any simulated run would have them, but with the campaign's checkpoints: those that were due and
+        written, and those saved before a node was taken away."""
         step, others = self._step(), [copy for copy in super()._copies() if copy.tier is not Tier.STORE]
         self.saved = {at for at in self.saved if at <= step} | ({step} if saved else set())
         written = int((self.progress - self.plan.latencies.write) / self.plan.step_seconds)
@@ -260,7 +260,6 @@ class _Hurt(Site):
         return (*others, *(Copy(Tier.STORE, at) for at in kept))
 
     def _begin(self, seconds: float, spending: TimeUse) -> None:
-        """Begin a start, during which another fault may come."""
         super()._begin(seconds, spending)
         if self.next is not None:
             one, self.next = self.next, None
@@ -296,8 +295,8 @@ class _Hurt(Site):
         return self.state.placement[self._slot(one)]
 
     def _left_of(self, copies: tuple[Copy, ...], one: Injection) -> tuple[Copy, ...]:
-        """Return the copies that are left after a fault. When the fault comes, the current update has no copy yet, and the buddy's copy of
-        the last step is in flight."""
+        """Return the copies that remain after a fault. At that moment the current update has no copy yet, and the buddy's copy of
+        the last step is still in flight."""
         nodes, distance = self.plan.nodes, self.plan.fleet.buddy_distance(self.plan.nodes)
         slots = {slot_of(rank, world=self.ranks, slots=nodes) for rank in one.ranks}
         copies = tuple(copy for copy in copies if copy.step < one.step + (copy.tier is not Tier.BUDDY))
@@ -311,7 +310,7 @@ class _Hurt(Site):
         return copies
 
     def _spoil(self, one: Injection) -> None:
-        """Make gradients wrong until the next verified step, which may be this one."""
+        """Compute wrong gradients until the next verified step, possibly the current one."""
         every = self.plan.fleet.verify_every
         seen = -(-one.step // every) * every
         node, good = self._node(one), max(0, seen - every)
@@ -320,7 +319,7 @@ class _Hurt(Site):
         self._at(wait, lambda: self._decide(observation), of_group=True)
 
     def _slow_down_for_steps(self, one: Injection) -> None:
-        """Slow down until this has cost as much as a replacement; then the policy decides."""
+        """Add the time that a straggler cost in the recorded run before the decision; then the policy decides."""
         self._stand_still()
         self._spend(TimeUse.STRAGGLING)
         self._at(self.figures.slow, lambda: self._tell_of_slow(one), of_group=True)

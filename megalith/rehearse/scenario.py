@@ -13,7 +13,7 @@ DAY, HOUR, YEAR = 86_400.0, 3_600.0, 365.25 * 86_400.0
 
 
 class TimeUse(StrEnum):
-    """A use of a simulated run's time; the uses add up to the wall time."""
+    """One use of a simulated run's time. The seconds of all uses add up to the wall time."""
 
     USEFUL = "useful"
     CHECKPOINT = "checkpoint"
@@ -30,7 +30,7 @@ class TimeUse(StrEnum):
 
 @dataclass(frozen=True)
 class Outage:
-    """Outages of `nodes` neighbouring nodes at once: `rate` per second for each such group, for `hours` on average."""
+    """Outages that hit `nodes` neighbouring nodes at once. Each such group has `rate` outages per second, of `hours` on average."""
 
     name: str
     nodes: int
@@ -40,13 +40,14 @@ class Outage:
 
 @dataclass(frozen=True)
 class Scenario:
-    """The simulated run and machines. `nodes`: those in the mesh of each site, without `fleet.spares`. Rates are per node-hour, times in
-    seconds.
+    """The simulated run and its machines. `nodes`: the nodes in the mesh of each site, without `fleet.spares`. Rates are per node
+    and hour, times are in seconds.
 
-    `store_every`: seconds of work between checkpoints in the shared store. `planned`: planned stops a day. `sites`: their number; they
-    merge after every `merge_every` seconds of work, and each merge stops a site for `merge_seconds`. A merge waits `grace` seconds for a
-    site, and sites wait `patience` seconds for a quorum (`decides`: this site alone is a quorum). A site may miss `staleness` merges before
-    a merge waits for it. A site that was away gets the other sites' weights `return_seconds` after its start.
+    `store_every`: seconds of work between checkpoints in the shared store. `planned`: planned stops a day. The run has `sites`
+    sites. All sites merge after every `merge_every` seconds of work, and each merge stops a site for `merge_seconds`. A merge
+    waits for a late site for `grace` seconds, and sites wait for a quorum for `patience` seconds (if `decides` names a site, this
+    site alone is a quorum). A site may miss `staleness` merges before a merge waits for it. A site that was away gets the other
+    sites' weights `return_seconds` after its start.
     """
 
     name: str
@@ -107,7 +108,7 @@ def scenario(
         problems.append(f"reliability.faults = {cluster.reliability.faults!r} is unknown. Use one of {', '.join(known)}")
     for name, value in {"days": days, "store_every": store_every, "step_seconds": step_seconds}.items():
         if not value > 0:
-            problems.append(f"{name} = {value} is not a positive time. Use a number above 0")
+            problems.append(f"{name} = {value} is not a positive time. Give a number above 0")
     if not 1 <= sites <= cluster.nodes:
         problems.append(
             f"sites = {sites}, but the cluster has {cluster.nodes} nodes to divide among sites. Use 1 to {cluster.nodes}"

@@ -15,12 +15,12 @@ from megalith.rehearse.site import Site
 
 @dataclass(frozen=True)
 class Life:
-    """The simulated run of one seed.
+    """The result of the simulation for one seed.
 
-    `seconds` are by use of time, `faults` by cause, `fates` by effect of a fault, `restarts` by reason. `stops`: how often the run waited
-    for a person. `ended`: how often the command ended because nodes were missing, and was started again. With several sites, `merges`,
-    `left` and `anew` count merges, sites that left, and new starts of all sites. `curve`: (seconds, share of that time that was useful so
-    far).
+    `seconds` are listed by use of time, `faults` by cause, `fates` by effect of the fault, `restarts` by reason. `stops`: how
+    often the run waited for a person. `ended`: how often the command ended because nodes were missing, and was started again
+    later. With several sites, `merges`, `left` and `anew` count merges, sites that left, and new starts of all sites. `curve`:
+    pairs of a time in seconds and the goodput until then.
     """
 
     seed: int
@@ -63,11 +63,11 @@ class SimulationResult:
         return self.goodput * self.scenario.nodes / (self.scenario.nodes + self.scenario.fleet.spares)
 
     def mean(self, count: Callable[[Life], float]) -> float:
-        """Mean of a number over the seeds."""
+        """Mean over the seeds of the number that `count` returns."""
         return float(np.mean([count(life) for life in self.lives]))
 
     def means(self, counts: Callable[[Life], Mapping[str, int]]) -> dict[str, float]:
-        """Mean of counts by name over the seeds, the most frequent first."""
+        """Mean over the seeds of counts by name, with the most frequent name first."""
         total: Counter[str] = Counter()
         for life in self.lives:
             total.update(counts(life))
@@ -122,7 +122,7 @@ def simulate(plan: Scenario, *, seeds: int = 20, first: int = 0, tick: Callable[
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """One value of a setting, and its result."""
+    """The result for one value of a setting."""
 
     value: float
     goodput: float
@@ -133,15 +133,15 @@ class SweepPoint:
 def try_intervals(
     plan: Scenario, intervals: Sequence[float], *, seeds: int = 20, tick: Callable[[], None] = lambda: None
 ) -> list[SweepPoint]:
-    """Return the goodput for each number of seconds of work between checkpoints in the store; the best is `max(tried, key=lambda t:
-    t.goodput)`."""
+    """Return the goodput for each of `intervals`, which are seconds of work between checkpoints in the store. The best interval
+    is `max(tried, key=lambda t: t.goodput)`."""
     return [_tried(value, simulate(replace(plan, store_every=value), seeds=seeds, tick=tick)) for value in intervals]
 
 
 def try_spares(
     plan: Scenario, counts: Sequence[int], *, seeds: int = 20, tick: Callable[[], None] = lambda: None
 ) -> list[SweepPoint]:
-    """Return the goodput for each number of spare nodes. `per_device` includes the cost of the spares."""
+    """Return the goodput for each number of spare nodes. In the results, `per_device` includes the cost of the spares."""
     fleets = [(count, plan.fleet.model_copy(update={"spares": count})) for count in counts]
     return [_tried(count, simulate(replace(plan, fleet=fleet), seeds=seeds, tick=tick)) for count, fleet in fleets]
 
@@ -176,7 +176,6 @@ def _life(plan: Scenario, seed: int) -> Life:
 
 
 def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Add up the counts of all sites, name by name."""
     total: Counter[str] = Counter()
     for count in counts:
         total.update(count)

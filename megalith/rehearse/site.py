@@ -79,7 +79,8 @@ class Site:
         return self
 
     def first_reached(self) -> tuple[np.ndarray, np.ndarray]:
-        """Two rising series, for interpolation: progress, and the time at which it was first reached. Repeated work adds no progress."""
+        """Return two rising series for interpolation: progress, and the time at which the run first reached it. Repeated work
+        adds no progress."""
         times, progress = np.array(self.reached).T
         best = np.maximum.accumulate(progress)[:-1]
         begins, ends = progress[:-1], progress[1:]
@@ -92,21 +93,19 @@ class Site:
     # Time
 
     def _at(self, delay: float, happen: Callable[[], object], *, of_group: bool = False) -> None:
-        """Schedule an event after a delay; with `of_group`, a restart or stop of the group cancels it."""
+        """Schedule an event after a delay. With `of_group`, a restart or stop of the ranks cancels the event."""
         self.order += 1
         turn = self.turn
         chosen = (lambda: happen() if turn == self.turn else None) if of_group else happen
         heapq.heappush(self.queue, (self.now + delay, self.order, chosen))
 
     def _overhead(self) -> float:
-        """Seconds of stall in a second of work, over all tiers."""
         plan, fleet, stall = self.plan, self.plan.fleet, self.plan.latencies.stall
         memory = fleet.memory_every * plan.step_seconds
         every = {"memory": memory, "buddy": memory, "disk": fleet.disk_every * plan.step_seconds, "store": plan.store_every}
         return sum(stall[tier] / every[tier] for tier in fleet.tiers) + plan.latencies.verify * bool(fleet.verify_every)
 
     def _advance(self, time: float) -> None:
-        """Advance the time, and record its use."""
         passed, self.now = time - self.now, time
         if not self.running:
             self.seconds[self.spending] += passed
@@ -157,7 +156,6 @@ class Site:
             self._break(fault, names, slots[0])
 
     def _break(self, fault: Fault, names: list[str], slot: int) -> None:
-        """Break part of the mesh: all ranks wait until the fault is noticed."""
         latency, plan = self.plan.latencies, self.plan
         node = names[0]
         if fault.shows == "preemption":
@@ -180,7 +178,6 @@ class Site:
         self._at(seconds, lambda: self._see(observation(), fault))
 
     def _see(self, observation: Observation, fault: Fault) -> None:
-        """Let the policy decide about a fault, unless another fault has ended the run meanwhile."""
         self._decide(observation, fault=fault)
         self.tally.settle(fault, Effect.TOGETHER, if_open=True)
 
@@ -193,7 +190,7 @@ class Site:
         return observations.NodesLost(nodes=tuple(names), **self._when())
 
     def _return_later(self, name: str) -> None:
-        """Schedule a lost node's return: once repaired, it reports and is checked."""
+        """Schedule the return of a lost node: after its repair the node reports, and its health is checked."""
         if name in self.broken:
             self._at(max(0.0, self.broken[name] - self.now), lambda: self._announce(name))
 
@@ -203,7 +200,7 @@ class Site:
             self._decide(observations.NodeJoined(node=name, **self._when()))
 
     def _slow_down(self, fault: Fault, node: str, slot: int) -> None:
-        """Slow a node down. The node is tolerated until it has cost as much as its replacement; then it is reported."""
+        """Slow a node down. The node stays in the run until its slowness has cost as much as a replacement; then it is reported."""
         latency, plan = self.plan.latencies, self.plan
         self.slow[node] = self.now
         replacing = latency.restart + latency.replace
@@ -267,7 +264,7 @@ class Site:
         self._decide(observations.SaveFailed(tier=Tier.DISK, error=fault.name, **self._when()), fault=fault)
 
     def _stop_as_planned(self) -> None:
-        """Stop as planned: save first, and then pay a restart."""
+        """Stop the run as a user planned: save the state first, then add the time of a restart."""
         if self.running:
             self._stand_still()
             self._spend(TimeUse.PLANNED)
@@ -282,7 +279,8 @@ class Site:
         return int(self.progress / self.plan.step_seconds + 1e-9)
 
     def _copies(self, *, saved: bool = False) -> tuple[Copy, ...]:
-        """Return the copies in the tiers while the ranks run, from their progress. `saved`: the store has the current state too."""
+        """Return the copies in each tier while the ranks run, computed from their progress. `saved`: the store also has a copy of
+        the current state."""
         plan, fleet, step = self.plan, self.plan.fleet, self._step()
         base = self.state.restored.step
         found = []
@@ -368,13 +366,14 @@ class Site:
                 self._call_a_person()
 
     def _until_ranks(self, source: Source) -> float:
-        """Return the seconds until ranks that start now resume from `source`. If the command has ended, they include its whole start."""
+        """Return the seconds until ranks that start now resume from `source`. If the command has ended, these seconds include its
+        whole start."""
         latency, anew = self.plan.latencies, self.ended
         self.ended = False
         return (latency.start if anew else latency.restart) + latency.restored(source)
 
     def _begin(self, seconds: float, spending: TimeUse) -> None:
-        """Begin a new generation, or a repeated step, which works after `seconds`."""
+        """Begin a new generation, or the repetition of a step; training continues after `seconds`."""
         self.turn += 1
         self._spend(spending)
         self._at(seconds, self._ready, of_group=True)
@@ -407,7 +406,7 @@ class Site:
         self._decide(observations.Saved(**self._when()), fault=self.tally.left(), copies=self._copies(saved=True))
 
     def _check(self, node: str) -> None:
-        """Check a node: a broken one passes after its repair, a wrongly suspected one at once."""
+        """Check the health of a node. A broken node passes the check after its repair, a wrongly suspected node at once."""
         if node in self.state.placement:
             return
         repaired = self.broken.get(node, self.now)
@@ -422,7 +421,8 @@ class Site:
         return None
 
     def _end_until_nodes_come(self) -> None:
-        """End the command with a status that means "again"; an engine or a loop starts the command again once there are nodes."""
+        """End the command with the exit status that asks for a new start. An engine or a loop starts the command again once there
+        are nodes."""
         self._stand_still()
         self.tally.ended += 1
         self.ended = True

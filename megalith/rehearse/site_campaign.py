@@ -1,7 +1,7 @@
 """A campaign across sites: the commands of all sites of a run on this machine, with faults of whole sites and of the links between them.
 
-Each site is a command that a user would type, with its own run folder. Each two sites are joined by a relay (`machine.wire`), which the
-campaign cuts, resets or makes lossy. `rehearse.site_judge` judges the run.
+Each site is a command that a user would type, with its own run folder. A relay joins each pair of sites (`machine.wire`). The
+campaign cuts relays, resets their connections or makes them lose packets. `rehearse.site_judge` judges the run.
 """
 
 import contextlib
@@ -31,19 +31,19 @@ from megalith.spec.sites import folder_of
 
 LOOK_SECONDS = 0.5  # between looks at the logs
 SLOWED = 20
-"""While a site does not train, the other sites' ranks run only one turn out of this many; otherwise the run would end before the site is
-back."""
+"""While a site does not train, the ranks of the other sites run only once in this many turns of the campaign's loop. Otherwise
+the run would end before the site is back."""
 PORTS = range(20_000, 32_000)
-"""Ports for sites. Systems do not use these ports for outgoing connections, so a relay's connection cannot take the port of a site that is
-away."""
+"""Ports on which sites listen. No system uses these ports for outgoing connections, so a relay's connection cannot take the port
+of a site that is away."""
 LINK = Conditions(megabits=1000, milliseconds=1)
 """The conditions of links between sites, if the run file gives none."""
 
 
 @dataclass
 class SiteFate:
-    """Outcome of a fault. Times are in seconds since the epoch; None: not yet. `over`: the fault ended; `again`: all sites train again.
-    `left`: sites without which the others continued meanwhile."""
+    """Outcome of a fault. Times are in seconds since the epoch; None: not yet. `over`: when the fault ended; `again`: when all
+    sites trained again. `left`: sites without which the others continued in between."""
 
     fault: SiteFault
     came: float | None = None
@@ -53,13 +53,13 @@ class SiteFate:
 
     @property
     def handled(self) -> bool:
-        """True if the fault came and all sites trained again."""
+        """True if the fault was injected and all sites trained again."""
         return self.again is not None
 
 
 @dataclass(frozen=True)
 class SitesRun:
-    """Outcome of the run with faults. `by_hand`: unexpected ends of a site's command."""
+    """Outcome of the run with faults. `by_hand`: the number of times that a site's command ended unexpectedly."""
 
     folder: Path
     seconds: float
@@ -69,8 +69,9 @@ class SitesRun:
 
 @dataclass(frozen=True)
 class Membership:
-    """Sites in a run's newest merges. `merges`: how many were made so far. `times`: for each site, when its newest difference was merged,
-    by its own log; `left`: for each site, when the others last continued without it."""
+    """The sites that take part in a run's newest merges. `merges`: the number of merges so far. `times`: for each site, the time
+    of the last merge of its own work, by its own log. `left`: for each site, the time at which the other sites last continued
+    without it."""
 
     merges: int
     members: frozenset[int]
@@ -79,8 +80,8 @@ class Membership:
 
 
 def membership(run_dir: Path, count: int) -> Membership:
-    """Read the membership of a run of `count` sites from the logs of all: a site's log lacks the merges that were made while it was away.
-    If a merge was repeated, only the last one counts."""
+    """Read which sites of a run of `count` sites take part in merges, from the logs of all sites: a site's log lacks the merges
+    that were made while it was away. If a merge was repeated, the repetition counts."""
     logs = [_merges(folder_of(run_dir, site)) for site in range(count)]
     everything = sorted((one for log in logs for one in log), key=lambda one: one.time)
     by_number = {one.number: one for one in everything}
@@ -94,7 +95,7 @@ def membership(run_dir: Path, count: int) -> Membership:
 
 
 def _merges(folder: Path) -> list[Merge]:
-    """Return the merges in a site's log. Other lines are not parsed, because the log is read often."""
+    """Return the merges in a site's log. Lines of other events are not parsed, because the log is read often."""
     if not folder.is_dir():
         return []
     lines = (line for line in disk.lines(epochs.newest(folder, events.FILE)) if '"type":"merge"' in line)
@@ -103,7 +104,7 @@ def _merges(folder: Path) -> list[Merge]:
 
 @dataclass
 class SiteProcess:
-    """The command of one site. `away`: when the command is started again after a kill, in monotonic seconds."""
+    """The command of one site. `away`: the time, in monotonic seconds, at which the command is started again after a kill."""
 
     begin: Callable[[], "subprocess.Popen[bytes]"]
     process: "subprocess.Popen[bytes]"
@@ -174,7 +175,6 @@ class SiteCampaign:
                     site.kill()
 
     def _ended(self) -> bool:
-        """Check the processes and the logs; return True once every site has ended as expected."""
         self._turn += 1
         if time.monotonic() - self._looked >= LOOK_SECONDS:
             self._looked = time.monotonic()
@@ -196,13 +196,13 @@ class SiteCampaign:
         return all(ended)
 
     def _turns(self, number: int) -> int:
-        """Return how many turns pass for each turn in which a site's ranks run."""
+        """Return n if the site's ranks run only in every n-th turn."""
         if len(self.seen.members) < len(self.sites) and number in self.seen.members:
             return SLOWED
         return 2 if number in self._slow else 1
 
     def _goes_on(self, fate: SiteFate) -> bool:
-        """Begin a fault, end it, or wait until all sites train again; return True once they do."""
+        """Begin the fault, end it, or wait until all sites train again. Return True once all sites train again."""
         one, now = fate.fault, time.time()
         if fate.came is None:
             if self.seen.merges >= self._merges and len(self.seen.members) == len(self.sites):
@@ -248,7 +248,6 @@ class SiteCampaign:
             link.lose(0.0)
 
     def _links(self, site: int) -> Iterator[Wire]:
-        """Yield the relays of a site."""
         return (link for ends, link in self._wires if site in ends)
 
 
@@ -260,7 +259,9 @@ def free_ports(count: int) -> list[int]:
             found.append(port)
         if len(found) == count:
             return found
-    raise OSError(f"fewer than {count} ports from {PORTS.start} to {PORTS.stop - 1} are free. End processes that listen there")
+    raise OSError(
+        f"fewer than {count} ports from {PORTS.start} to {PORTS.stop - 1} are free. End processes that listen in this range"
+    )
 
 
 def run(
@@ -271,8 +272,8 @@ def run(
     count: int,
     link: Conditions = LINK,
 ) -> SitesRun:
-    """Run the commands of `count` sites to their end, with faults. `command_of` returns a site's command; its arguments include the
-    addresses of the other sites."""
+    """Run the commands of `count` sites to their end, and inject the faults. `command_of` returns a site's command; its arguments
+    include the addresses of the other sites."""
     run_dir.mkdir(parents=True, exist_ok=True)
     fates, begun = [SiteFate(one) for one in faults], time.monotonic()
     ports = free_ports(count)

@@ -1,6 +1,6 @@
 """The kinds of faults that a campaign can inject into a run across sites, and lists of faults drawn from a seed.
 
-The faults hit whole sites and the links between them. The campaign itself injects them; no rank chooses the moment.
+The faults hit whole sites and the links between sites. The campaign injects these faults itself, so no rank chooses their moment.
 """
 
 from collections.abc import Sequence
@@ -10,8 +10,9 @@ from random import Random
 
 @dataclass(frozen=True)
 class SiteKind:
-    """A kind of fault. `merges`: how many merges the run makes while the fault lasts; 0: it lasts for seconds, or has no duration. `room`:
-    how many merges to plan from the previous fault until all sites train again, for the length of a campaign."""
+    """A kind of fault. `merges`: the number of merges that the run makes while the fault lasts; 0: the fault lasts for some
+    seconds, or has no duration. `room`: the number of merges that a campaign plans for this fault, until all sites train again.
+    """
 
     title: str
     merges: int = 0
@@ -28,17 +29,17 @@ KINDS: dict[str, SiteKind] = {
 """Faults of a site."""
 
 LOSS = 0.02
-"""Share of packets that are lost."""
+"""Fraction of packets that a link loses during the fault."""
 AFTERMATH = 6
-"""Merges of a campaign after its last fault."""
+"""Number of merges that a campaign makes after its last fault."""
 GRACE = 5.0
-"""The grace period in seconds if the run file gives none: the minimum that a run's pace gives."""
+"""The grace period in seconds if the run file gives none: the shortest that a run derives from its step times."""
 
 
 @dataclass(frozen=True)
 class SiteFault:
-    """One fault of a site. It begins once all sites train and `after` more merges were made. `seconds`: the time until a killed site is
-    started again, or for which a site is cut off."""
+    """One fault of a site. The fault begins when all sites train and `after` more merges have been made. `seconds`: the time
+    until a killed site is started again, or for which a site is cut off."""
 
     number: int
     kind: str
@@ -50,8 +51,8 @@ class SiteFault:
 def draw(count: int, *, seed: int, sites: int, grace: float, kinds: Sequence[str] = tuple(KINDS)) -> list[SiteFault]:
     """Return a list of `count` faults, with each kind equally often, as far as possible. The same arguments give the same list.
 
-    A site may be cut off for less than the `grace` period, so that it stays a member, or for longer, so that the others continue without
-    it. The first of two such faults is long.
+    A site may be cut off for less than the `grace` period, so that it stays a member, or for longer, so that the others continue
+    without it. The first cut is a long one, and then short and long cuts alternate.
     """
     random = Random(seed)
     dealt = [kinds[number % len(kinds)] for number in range(count)]

@@ -1,7 +1,8 @@
 """The judgement of a campaign across sites, from the merges that both runs have recorded.
 
-A run's bits are a function of its run file and of its recorded merges. If the faults changed no merge, the run must end with the bits of
-the run without faults; otherwise, with the bits of a replay of its own merges. In both cases each sample must be in exactly one merge.
+The weights at the end of a run are a function of its run file and of its recorded merges, bit for bit. If the faults changed no
+merge, the run must end with the bits of the run without faults; otherwise, with the bits of a replay of its own merges. In both
+cases each sample must be in exactly one merge.
 """
 
 from collections import Counter
@@ -18,8 +19,9 @@ ComparedWith = Literal["undisturbed", "replay"]
 
 @dataclass(frozen=True)
 class Evidence:
-    """Records of the two runs. `law`: the run with which the end of the run with faults was compared; `same_end`: True if the bits are
-    equal, None if `error` prevented the comparison. `samples`: the samples in its merges; `total`: how many the run has."""
+    """The end of the run with faults, compared with another run. `law`: the run with which it was compared; `same_end`: True if
+    the bits are equal, None if `error` prevented the comparison. `samples`: the samples in the merges of the run with faults;
+    `total`: the number of the run's samples."""
 
     law: ComparedWith
     same_end: bool | None
@@ -31,8 +33,8 @@ class Evidence:
 
 @dataclass(frozen=True)
 class SiteRow:
-    """All faults of a kind. `without`: faults during which the other sites continued without a site; `again`: seconds from the end of a
-    fault until all sites trained again, in the median."""
+    """The results of all faults of one kind. `without`: the number of faults during which the other sites continued without a
+    site; `again`: seconds from the end of a fault until all sites trained again, in the median."""
 
     kind: str
     title: str
@@ -44,8 +46,8 @@ class SiteRow:
 
 @dataclass(frozen=True)
 class SitesJudgement:
-    """All results of a campaign across sites. `problems` is empty if the campaign was passed. `lost`: samples that are in no merge;
-    `doubled`: samples in several merges, or beyond the run's last sample."""
+    """All results of a campaign across sites. `problems` is empty if the campaign was passed. `lost`: the number of samples that
+    are in no merge; `doubled`: those in several merges, or beyond the run's last sample."""
 
     rows: tuple[SiteRow, ...]
     problems: tuple[str, ...]
@@ -69,7 +71,8 @@ class SitesJudgement:
 
 
 def judge(faulted: SitesRun, evidence: Evidence, *, seconds_without: float, minutes: float | None = None) -> SitesJudgement:
-    """Judge the run with faults. `seconds_without`: duration of the run without them. `minutes`: a limit for both; None: no limit."""
+    """Judge the run with faults. `seconds_without`: the duration of the run without faults. `minutes`: a limit for the duration
+    of both runs together; None: no limit."""
     times = Counter(evidence.samples)
     lost = sum(sample not in times for sample in range(evidence.total))
     doubled = sum(count > 1 or sample >= evidence.total for sample, count in times.items())
@@ -100,31 +103,30 @@ def _row(kind: str, fates: Sequence[SiteFate]) -> SiteRow:
 
 
 def _problems(ran: SitesRun) -> list[str]:
-    """Return faults that did not come, faults from which the run did not recover, and ends that no fault explains."""
     found = []
     if ran.by_hand:
         found.append(f"commands of sites ended {ran.by_hand} times in a way that no fault explains")
     for fate in ran.fates:
         one = fate.fault
         if fate.came is None:
-            found.append(f"fault {one.number} ({one.kind} at site {one.site}) never came: the run ended before")
+            found.append(f"fault {one.number} ({one.kind} at site {one.site}) was never injected: the run ended before")
         elif not fate.handled:
             found.append(f"fault {one.number} ({one.kind} at site {one.site}): not all sites trained again")
     return found
 
 
 def _differences(evidence: Evidence, lost: int, doubled: int) -> list[str]:
-    """Return the differences between the run with faults and the run that it must equal."""
     against = "the run without faults" if evidence.law == "undisturbed" else "a replay of its own merges"
     found = [evidence.error] if evidence.error else []
     if evidence.same_end is False:
         found.append(f"the end state differs from that of {against}")
     if lost or doubled:
-        found.append(f"samples: {lost} are in no merge, {doubled} in more than one merge or beyond the run's {evidence.total}")
+        found.append(
+            f"samples: {lost} are in no merge, {doubled} in more than one merge or beyond the run's {evidence.total} samples"
+        )
     return found
 
 
 def _late(seconds: float, minutes: float | None) -> list[str]:
-    """Return the problem of runs that took too long."""
     late = minutes is not None and seconds > 60 * minutes
-    return [f"both runs took {seconds / 60:.2f} min, {minutes:g} min was the limit"] if late else []
+    return [f"both runs took {seconds / 60:.2f} min, above the allowed {minutes:g} min"] if late else []

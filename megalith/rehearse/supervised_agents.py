@@ -1,6 +1,7 @@
-"""Runs the agents of a run's machines on this machine, and supervises them as an engine would: killed agents are started again.
+"""Run the agents of a run's machines on this machine, for campaigns that kill agents. Agents are supervised as an engine would
+supervise them: a killed agent is started again.
 
-It serves campaigns that kill agents. The first agent controls the run; the process that starts it calls `tend` for the others.
+The first agent controls the run. The process that starts the first agent calls `tend` to start the others.
 """
 
 import signal
@@ -17,7 +18,7 @@ HOST = "127.0.0.1"
 LEAVE_SECONDS = 10.0  # that all agents together may take to end once their run is over
 
 Begin = Callable[[Sequence[str], Mapping[str, str]], "subprocess.Popen[bytes]"]
-"""Starts an agent with further arguments and variables."""
+"""Function that starts an agent, given further arguments and environment variables."""
 
 
 def free_port() -> int:
@@ -29,7 +30,8 @@ def free_port() -> int:
 
 @dataclass
 class SupervisedAgents:
-    """The machines `names`, which meet at `port`. `unexplained`: ends of agents without a signal from this process."""
+    """The agents of the machines `names`, which meet at `port`. `unexplained`: the number of agents that ended without a kill by
+    this process."""
 
     names: tuple[str, ...]
     repair_seconds: float
@@ -39,13 +41,13 @@ class SupervisedAgents:
     _gone: dict[str, float] = field(default_factory=dict)  # monotonic seconds
 
     def place(self, name: str) -> tuple[list[str], dict[str, str]]:
-        """Return additional arguments of a machine's agent, and the environment variables that an engine would set."""
+        """Return the additional arguments of a machine's agent, and the environment variables that an engine would set."""
         rank, world = self.names.index(name), len(self.names)
         variables = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": HOST, "MASTER_PORT": str(self.port)}
         return ["--machine", name], variables
 
     def tend(self, begin: Begin) -> None:
-        """Start the missing agents: at first all, later each agent that has ended, once its machine is repaired."""
+        """Start the agents that do not run: at first all, later each agent that was killed, once its machine counts as repaired."""
         for name in self.names[1:]:
             if name not in self._running:
                 self._running[name] = begin(*self.place(name))
@@ -54,7 +56,6 @@ class SupervisedAgents:
                 self._running[name] = begin(arguments, variables | {MEETING: f"tcp://{HOST}:{self.port}"})
 
     def _is_repaired(self, name: str, code: int) -> bool:
-        """True if a machine's agent has been gone long enough to count as repaired."""
         if name not in self._gone:
             self._gone[name] = time.monotonic()
             self.unexplained += code != -signal.SIGKILL
@@ -67,7 +68,7 @@ class SupervisedAgents:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Wait for the agents to end, as they do when the run is over; then kill the remaining ones."""
+        """Wait for the agents to end by themselves, as they do when the run is over; then kill the remaining ones."""
         end = time.monotonic() + LEAVE_SECONDS
         for process in self._running.values():
             try:

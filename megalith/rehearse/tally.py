@@ -25,7 +25,8 @@ class Effect(StrEnum):
 
 
 class Why(StrEnum):
-    """Why the ranks were started again. Each restart has exactly one reason, so the counts add up to the number of restarts."""
+    """The reason why the ranks were started again. Each restart has exactly one reason, so the counts add up to the number of
+    restarts."""
 
     FAULT = "for a fault"
     PLANNED = "planned"
@@ -42,14 +43,15 @@ _WHY: dict[type[Observation], Why] = {
     observations.Started: Why.STARTED,
     observations.NodesLost: Why.STARTED,  # who starts the command again finds them gone
 }
-"""Observation without a fault -> the reason of the restart that follows it. After any other such observation, the restart was planned."""
+"""Map from an observation without a fault to the reason of the restart that follows it. After any observation that is not listed,
+the restart was planned."""
 
 
 class Tally:
     """The counts of one site.
 
-    `stops`: how often the run waited for a person. `ended`: how often it ended because nodes were missing (exit status 71); an engine or a
-    loop starts the same command again once there are nodes.
+    `stops`: how often the run waited for a person. `ended`: how often the command ended because nodes were missing (exit status
+    71); an engine or a loop starts the same command again once there are nodes.
     """
 
     def __init__(self) -> None:
@@ -75,16 +77,16 @@ class Tally:
         return {why.value: number for why, number in self.restarts.items()}
 
     def count(self, fault: Fault) -> None:
-        """Count a fault whose fate is still open."""
+        """Count a fault whose effect is not known yet."""
         self.fates[fault] = Effect.OPEN
 
     def settle(self, fault: Fault, fate: Effect, *, if_open: bool = False) -> None:
-        """Set the fate of a fault; `if_open`: only if it has none yet."""
+        """Set the effect of a fault. `if_open`: do so only if the effect is not known yet."""
         if not if_open or self.fates[fault] is Effect.OPEN:
             self.fates[fault] = fate
 
     def leaves(self, fault: Fault) -> None:
-        """Record that a node must leave, which it does once the state is saved, or with an earlier restart."""
+        """Record that the fault's node must leave; it leaves once the state is saved, or at an earlier restart."""
         self._leaving.append(fault)
 
     def left(self) -> Fault | None:
@@ -92,7 +94,7 @@ class Tally:
         return self._leaving[0] if self._leaving else None
 
     def decided(self, observation: Observation, orders: Iterable[Order], fault: Fault | None) -> None:
-        """Count the commands of a decision on `fault`."""
+        """Count the commands in a decision about `fault`."""
         for order in orders:
             match order:
                 case Grow():
@@ -111,7 +113,6 @@ class Tally:
                     pass
 
     def _over(self, fault: Fault | None, fate: Effect) -> None:
-        """Settle a fault, and the faults whose nodes left at the same time."""
         for other in self._leaving:
             self.settle(other, Effect.TOGETHER)
         self._leaving.clear()

@@ -22,7 +22,8 @@ figure{margin-bottom:16px}
 """CSS in addition to the style of all pages."""
 
 STRONGEST = 62
-"""Colour strength (per cent) of the cell with the largest value. Text on it must stay readable in the light and the dark theme."""
+"""Colour strength (per cent) of the cell with the largest value, weak enough that text on the cell is readable in the light and
+the dark theme."""
 
 CELL = (142.0, 74.0)
 
@@ -40,7 +41,7 @@ def page(found: Atlas) -> str:
     maps = [
         (f"MFU of the best layout ({CONVENTION} of {peak})", _map(found, _mfu, "c0", _layout)),
         (f"Memory of the worst rank{_limit(found)}", _map(found, _memory, "c4", _again)),
-        ("Tokens a second, all devices together", _map(found, _rate, "c2", _step)),
+        ("Tokens a second of all devices together", _map(found, _rate, "c2", _step)),
     ]
     drawn = "".join(figure(name, picture, wide=True) for name, picture in maps)
     body = f"<header><h1>{escape(title)}</h1><p>{escape(said)}</p></header>{drawn}{_key()}{_table(found)}"
@@ -49,7 +50,7 @@ def page(found: Atlas) -> str:
 
 def _limit(found: Atlas) -> str:
     memory = found.request.cluster.accelerator.memory
-    return f", of {memory / GIB:.0f} GiB; plans leave {headroom():.0%} free" if memory else ""
+    return f", of a device's {memory / GIB:.0f} GiB; plans leave {headroom():.0%} free" if memory else ""
 
 
 CellValue = tuple[float, str]
@@ -72,7 +73,6 @@ def _rate(best: Candidate, found: Atlas) -> CellValue:
 
 
 def _layout(best: Candidate) -> tuple[str, str]:
-    """Return two lines: how the model is split, and how the data are."""
     words = short(best.plan).split()
     first = next(i for i, word in enumerate(words) if word[0] == "d" and word[1:].isdigit())
     return " ".join(words[:first]) or "model not split", " ".join(words[first:])
@@ -92,7 +92,6 @@ def _step(best: Candidate) -> tuple[str, str]:
 def _map(
     found: Atlas, value_of: Callable[[Candidate, Atlas], CellValue], colour: str, lines: Callable[[Candidate], tuple[str, str]]
 ) -> str:
-    """Draw a row for each model and a column for each number of nodes. A larger value has a stronger colour."""
     squares = {(square.model, square.nodes): square for square in found.squares}
     most = max((value_of(one.choice, found)[0] for one in found.squares if one.choice is not None), default=1.0) or 1.0
     wide, tall = CELL
@@ -145,7 +144,6 @@ def _empty(square: Square, x: float, y: float, wide: float, tall: float) -> str:
 
 
 def _whole(square: Square, best: Candidate) -> str:
-    """Return the text that a square shows on hover."""
     estimate, time = best.estimate, best.estimate.time
     return "\n".join(
         (
@@ -165,7 +163,6 @@ def _key() -> str:
 
 
 def _table(found: Atlas) -> str:
-    """Return a table of every figure."""
     head = ("model", "nodes", "devices", "layout", "recompute", "MFU", "tokens/s a device", "step", "memory", "bubble")
     rows = list[Sequence[str]]()
     for square in found.squares:

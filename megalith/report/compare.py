@@ -88,7 +88,6 @@ def render(runs: Mapping[str, History]) -> str:
 
 
 def _rows(runs: Mapping[str, History]) -> list[list[str]]:
-    """Return a row for each number that at least one run has."""
     found = [summarize(run) for run in runs.values()]
     forms: dict[str, Callable[[Summary], str | None]] = {
         "state": lambda one: one.state,
@@ -111,7 +110,6 @@ def _rows(runs: Mapping[str, History]) -> list[list[str]]:
 
 
 def _leaves(value: Any, path: str = "") -> Sequence[tuple[str, Any]]:
-    """Return every value below a table, by its dotted key."""
     if not isinstance(value, dict) or not value:
         return [(path, value)]
     return [leaf for key, inside in value.items() for leaf in _leaves(inside, f"{path}.{key}".removeprefix("."))]
@@ -129,7 +127,7 @@ def _chart(
     log: bool = False,
     from_zero: bool = False,
 ) -> str:
-    """Draw one number of the steps of all runs over the tokens read; long curves are smoothed."""
+    """Draw the curve of one number over the tokens read, for the steps of every run; long curves are smoothed."""
     series = list[Series]()
     for colour, (name, run) in enumerate(runs.items()):
         points: list[Point] = [(step.tokens_seen, y) for step in run.steps if (y := number(step)) is not None]
@@ -139,7 +137,6 @@ def _chart(
 
 
 def _validation(runs: Mapping[str, History]) -> str:
-    """Draw the validation losses over the tokens read; nothing if no run has any."""
     series = list[Series]()
     for colour, (name, run) in enumerate(runs.items()):
         tokens = {step.step: step.tokens_seen for step in run.steps}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def heading(run: "DryRun") -> str:
-    """Return the rank's coordinates and number of parameters in a line."""
+    """Return a line with the rank's coordinates and its number of parameters."""
     counted = run.counted
     place = ", ".join(f"{axis} {at}" for axis, at in counted.coordinates.items())
     return (
@@ -27,7 +27,8 @@ def heading(run: "DryRun") -> str:
 
 
 def memory(held: "Memory", lines: Mapping[str, "Comparison"], limit: int | None) -> Table:
-    """Bytes by category; "at the peak" are those at the moment of the peak, so they add up to it."""
+    """Return the table of bytes by category. The column "at the peak" has each category's bytes at the moment when all memory
+    together was largest."""
     table = _table("memory", "at the peak", "predicted", "gap", "at most", "between steps")
     for name in held.peak:
         row = lines[f"memory.{name}"]
@@ -73,7 +74,6 @@ def page(
 
 
 def _html(table: Table) -> str:
-    """Convert a terminal table to HTML."""
     columns = [[Text.from_markup(str(cell)).plain for cell in column.cells] for column in table.columns]
     return html_table([str(column.header) for column in table.columns], list(zip(*columns, strict=True)))
 
@@ -95,7 +95,7 @@ def _memory_timeline(moments: Sequence[Mapping[str, int]]) -> str:
 
 
 def traffic(lines: Mapping[str, "Comparison"]) -> Table:
-    """Collectives and messages by axis."""
+    """Return the table of collectives and messages by axis."""
     table = _table("axis", "collective", "calls", "predicted", "bytes", "predicted", "gap")
     table.columns[1].justify = "left"
     for name, calls in lines.items():
@@ -130,7 +130,6 @@ def _table(*columns: str) -> Table:
 
 
 def _sides(row: "Comparison") -> Sequence[str]:
-    """Return the counted and the predicted bytes, and the gap."""
     return units.memory(row.counted), units.memory(row.predicted), gap(row.gap)
 
 

@@ -14,13 +14,13 @@ COLOURS: dict[str, int] = {
     "recovery": 3, "detection": 7, "waiting for nodes": 6, "fewer nodes": 8, "planned": 5, "waiting for a person": 9,
     "between sites": 10, "other": 10,
 }  # fmt: skip
-"""Colour of each use of time, in runs (`control.ledger`) and in simulations (`rehearse.simulate`). Colours are unique within runs and
-within simulations."""
+"""Colour of each use of time, in runs (`control.ledger`) and in simulations (`rehearse.simulate`). No two uses of a run have the
+same colour, and no two of a simulation. Colours are unique within runs and within simulations."""
 
 
 def shares(accounts: Mapping[str, Mapping[str, float]], *, width: float = 620) -> str:
-    """Draw a bar for each account (name -> seconds by cause): the causes of lost time as shares of the wall time. Useful time is not drawn,
-    because at 97 % it would leave no room for the others; each bar's name states it.
+    """Draw a bar for each account (name -> seconds by cause), with lost time by cause as shares of the wall time. Useful time is
+    only stated in the bar's name: at 97 % its bar would leave no room for the other causes.
     """
     rows: dict[str, dict[str, float]] = {}
     for name, seconds in accounts.items():
@@ -34,7 +34,7 @@ def shares(accounts: Mapping[str, Mapping[str, float]], *, width: float = 620) -
 
 
 def over_time(curves: Sequence[Sequence[tuple[float, float]]], *, width: float = 620) -> str:
-    """Draw cumulative goodput by day, one curve for each seed; the first is strong, the others show the spread."""
+    """Draw the goodput until each day, one curve for each seed. The first seed's curve is strong; the others show the spread."""
     others = len(curves) - 1
     series = [
         Series(
@@ -59,8 +59,8 @@ def over_time(curves: Sequence[Sequence[tuple[float, float]]], *, width: float =
 def sweep(
     points: "Sequence[SweepPoint]", *, title: str, x_label: str, marks: Sequence[tuple[float, str]] = (), width: float = 620
 ) -> str:
-    """Draw goodput against the swept setting (`rehearse.simulate.SweepPoint`) as a stand-alone picture, with the spread of the seeds.
-    `marks`: named values of the setting."""
+    """Draw goodput against the swept setting (`rehearse.simulate.SweepPoint`) as a stand-alone picture, with the spread of the
+    seeds. `marks`: values of the setting that are marked, with their names."""
     ordered = sorted(points, key=lambda point: point.value)
     spread = [[(point.value, point.band[end]) for point in ordered] for end in (0, 1)]
     series = [

@@ -81,7 +81,7 @@ def hsdp() -> str:
 
 
 def tensor() -> str:
-    """Draw the share of a layer on four tensor ranks: eight heads, channels, and the tokens of a norm."""
+    """Draw the share of a layer that each of four tensor ranks holds: eight heads, channels, and the tokens of a norm."""
     ranks, heads, tokens = 4, 8, 16
     shown = {"attention's heads": heads, "the MLP's channels": 16, "vocabulary rows": 32, "tokens, in norms": tokens}
     rows = [
@@ -159,8 +159,8 @@ def views() -> str:
 
 
 def recompute() -> str:
-    """Draw sixteen blocks. A full bar is a block that keeps all results of its forward; a low bar is one that keeps only its input. The
-    others keep nothing, because the first block of their segment keeps its input."""
+    """Draw sixteen blocks. A full bar is a block that keeps all results of its forward; a low bar is one that keeps only its
+    input. The other blocks keep nothing: they are recomputed from the input that the first block of their segment keeps."""
     blocks = 16
     cells = []
     policies = ("none", "every:4", "every:2", "full", "segments:4", "sqrt")

@@ -39,10 +39,11 @@ from megalith.spec.sites import SitesSpec, part_of_batch
 
 @dataclass(frozen=True)
 class History:
-    """The events of a run: all in the order of the log, and by kind, oldest first.
+    """The events of a run, oldest first: `events` has all of them, the other lists have those of one kind.
 
-    A resumed run goes back to a checkpoint: the events after that step are replaced, and their steps go to `repeated`. Only the newest
-    event of each step is in `steps`, `validations`, `watched`, `phases` and `samples`. `skipped`: lines of the log that hold no event.
+    A resumed run goes back to a checkpoint and repeats the steps after it. `repeated` has the steps that were repeated later;
+    `steps`, `validations`, `watched`, `phases` and `samples` have only the newest event of each step. `skipped`: the number of
+    lines of the log that hold no event.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -77,20 +78,20 @@ class History:
 
     @property
     def microbatches(self) -> int | None:
-        """Microbatches a data rank computes in one step."""
+        """Number of microbatches that a data rank computes in one step."""
         plan, batch = self.plan, own_batch_of(self.spec)
         return batch // (plan.data * plan.microbatch) if plan and batch else None
 
     @property
     def total_steps(self) -> int | None:
-        """The number of the run's last step: `train.steps`, and one more for each skipped update or, with sites, each batch that some site
-        has missed."""
+        """The number of the run's last step: `train.steps`, plus one for each skipped update; in a run with sites, plus one for
+        each batch that some site has missed."""
         steps = self.spec.get("train", {}).get("steps")
         return steps and steps + (self.steps[-1].left_out if self.steps else 0)
 
     @property
     def branch(self) -> str:
-        """The checkpoint from which the run branched, in words; empty if the run is no branch."""
+        """The checkpoint from which the run branched, in words; empty if the run is not a branch."""
         branch = self.spec.get("branch")
         if not branch:
             return ""
@@ -106,8 +107,8 @@ class History:
         return self.finished.reason if self.finished else "running, or ended without logging it"
 
     def usual(self, number: Callable[[Step], float | None]) -> float | None:
-        """Return the median of a number over the steps. The first two steps of each start (warm-up) are left out if there are others. None
-        if no step has the number."""
+        """Return the median over the steps of the number that `number` returns; None if it returns None for every step. The first
+        two steps of each start (warm-up) are left out if there are others."""
         warm = {start.resumed_step + i for start in self.starts for i in (1, 2)}
         values = [number(step) for step in self.steps if step.step not in warm] or [number(step) for step in self.steps]
         known = [value for value in values if value is not None]
@@ -115,8 +116,8 @@ class History:
 
 
 def own_batch_of(spec: Mapping[str, Any]) -> int | None:
-    """Return the number of samples a step that the site of this log reads; in a run without sites, the global batch. None if the
-    specification lacks it, or has sites that this version cannot read."""
+    """Return how many samples of each step the site of this log reads; in a run without sites, the global batch. The result is
+    None if the specification lacks the batch, or describes sites in a way that this version cannot read."""
     batch, sites = spec.get("train", {}).get("global_batch"), spec.get("sites")
     if not batch or sites is None:
         return batch
@@ -224,7 +225,8 @@ def heading(name: str, folder: Path) -> str:
 
 
 def origin_of(run_dir: Path) -> dict[str, str]:
-    """Return a run's folder, and the known ones of host, command and commit of its newest start; without the user's name."""
+    """Return a run's folder, and host, command and commit of its newest start as far as they are known. User names in paths are
+    left out."""
     started = {
         key.removeprefix(STARTED): str(value)
         for key, value in read_json(run_dir / PROVENANCE_FILE).items()
@@ -234,8 +236,9 @@ def origin_of(run_dir: Path) -> dict[str, str]:
 
 
 def tokens_a_byte(spec: Mapping[str, Any]) -> dict[str, float]:
-    """Return the tokens for each byte of held-out text, by domain, and over all domains under "". Empty if the manifest of the run's data
-    cannot be read; its path is relative to the current directory, as for the run."""
+    """Return the tokens per byte of held-out text for each domain, and for all domains under "". The result is empty if the
+    manifest of the run's data cannot be read. A relative data path starts at the current directory, as it does for the run.
+    """
     try:
         domains = read_json(Path(str(spec["data"]["path"])) / "manifest.json")["domains"]
         held = {name: (one["validation"]["tokens"], one["validation"]["bytes"]) for name, one in domains.items()}
@@ -251,7 +254,7 @@ def bits_a_byte(loss: float, rate: float) -> float:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. If it cannot be read, return an empty one, because reports are useful without it."""
+    """Return the JSON object in a file; an empty one if the file cannot be read, because reports are useful without it."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -260,7 +263,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _pop_after(latest: dict[int, Kind], step: int) -> list[Kind]:
-    """Remove the events after a step and return them."""
     return [latest.pop(late) for late in [one for one in latest if one > step]]
 
 

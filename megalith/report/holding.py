@@ -12,7 +12,8 @@ from megalith.report.style import HALF, curves, figure, figures
 from megalith.report.svg import Cell, Series, grid, stacked_rows
 
 MIN_SHARE = 0.01
-"""Curves below this share of the largest one are only listed, because they would be drawn on the zero line."""
+"""Curves whose largest value is below this share of the largest curve's are only listed, because they would be drawn on the zero
+line."""
 MAX_COLUMNS = 16
 """Maximum number of columns in the picture; the other columns hold the same parts and are only counted."""
 
@@ -61,7 +62,6 @@ def _cell(holding: Holding | None, order: Sequence[str], shards: int, share: flo
 
 
 def _order(parts: Iterable[str]) -> list[str]:
-    """Return the parts in the order of the model: embedding, blocks by number, head, others."""
 
     def key(part: str) -> tuple[int, int, str]:
         found = re.fullmatch(r"blocks\.(\d+)", part)
@@ -71,7 +71,7 @@ def _order(parts: Iterable[str]) -> list[str]:
 
 
 def named(parts: Sequence[str]) -> str:
-    """List parts briefly, with consecutive blocks as a range: `embedding, blocks 0–3, 8, head`."""
+    """List parts of a model briefly, with consecutive blocks as a range, as in `embedding, blocks 0–3, 8, head`."""
     numbers = sorted(int(part.removeprefix("blocks.")) for part in parts if re.fullmatch(r"blocks\.\d+", part))
     ranges: list[str] = []
     for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
@@ -112,7 +112,8 @@ def memory_section(run: History) -> str:
 
 
 def _shares(holdings: Sequence[Holding]) -> dict[str, dict[str, float]]:
-    """Bytes by category: a row for each rank; with more than 12 ranks, a row for each pipeline rank, with its worst rank's bytes."""
+    """Return bytes by category in a row for each rank; with more than 12 ranks, in a row for each pipeline rank, with the bytes
+    of its worst rank."""
     rows = {h.rank: _bytes(h) for h in holdings}
     if len(rows) <= 12:
         return {f"rank {rank}": row for rank, row in rows.items()}

@@ -35,11 +35,11 @@ from megalith.report import pace, units
 class LiveLine:
     """Shows a run's progress, from the events that are logged after this object was created.
 
-    On a terminal: one line, redrawn at each `poll`, with problems and validations above it. Elsewhere: a plain line at the first step, then
-    every `seconds` seconds, and for the last step when closed. `errors`: also show the errors that ranks log. They are left out if the
-    command itself prints the cause of a failure at its end.
+    On a terminal, the display is one line, redrawn at each `poll`, with problems and validations above it. Elsewhere, a plain
+    line is printed at the first step, then every `seconds` seconds, and for the last step when the display is closed. `errors`:
+    also show the errors that ranks log; False suits commands that print the cause of a failure at their end.
 
-    No method raises an exception, because the display must not end the training. `failed`: the first reason why something was not shown.
+    No method raises an exception, because the display must not end the training. `failed`: the first error of the display itself.
     `on_event` is called with each event until it raises an exception, which is then in `raised`.
     """
 
@@ -94,7 +94,6 @@ class LiveLine:
                 self._print_if_new()
 
     def _pass_on(self, event: Event) -> None:
-        """Call `on_event` with an event."""
         if self._on_event is not None and self.raised is None:
             try:
                 self._on_event(event)
@@ -103,7 +102,7 @@ class LiveLine:
 
     @contextmanager
     def _whatever_happens(self) -> Iterator[None]:
-        """Leave the block on any exception, also from a drawing library: the run continues without its live line."""
+        """Suppress any exception of the block, also one from a drawing library: the run continues without its live line."""
         try:
             yield
         except (Exception, SystemExit) as error:  # rich raises the latter where a pipe is closed
@@ -116,14 +115,12 @@ class LiveLine:
         self.close()
 
     def _size(self) -> int:
-        """Return the size of the log in bytes; 0 if it does not exist or cannot be read."""
         try:
             return self._path.stat().st_size
         except OSError:
             return 0
 
     def _new(self) -> list[Event]:
-        """Return the events written since the last call. Incomplete lines and lines without an event are skipped."""
         try:
             fresh = self._read()
         except OSError as error:
@@ -189,12 +186,12 @@ class LiveLine:
         return reason
 
     def print_line(self, text: str) -> None:
-        """Show a line at once."""
+        """Print a line above the live line at once."""
         with self._whatever_happens():
             self._print(Text(text))
 
     def _print(self, line: Text) -> None:
-        """Print a line above the live line. It is not wrapped, so that it can be searched for in a log."""
+        """Print a line above the live line. The line is not wrapped, so that it can be searched for in a saved output."""
         self._console.print(line, soft_wrap=True)
 
     def line(self) -> str:
@@ -214,7 +211,6 @@ class LiveLine:
         return "  ".join(words)
 
     def _validated(self, step: Step) -> str:
-        """Return the newest validation loss, with its step if that is an earlier one."""
         assert self._validation is not None, "no validation yet"
         earlier = f" at {self._validation.step}" if self._validation.step != step.step else ""
         return f"val {self._validation.loss:.4f}{earlier}"

@@ -14,7 +14,8 @@ MAX_POINTS = 1000  # of a curve: of more merges, those at even distances
 
 
 def merge_section(run: History) -> str:
-    """Return the merges of a run across sites as HTML: totals, and curves over the run; empty for a run without sites."""
+    """Return the report of a run's merges across sites as HTML: totals, and curves over the run. The result is empty for a run
+    without sites."""
     found, made = merges_of(run), list(of_kind(run.events, Merge))
     if found is None:
         return ""
@@ -22,7 +23,7 @@ def merge_section(run: History) -> str:
     words = [
         f"{found.count:,} merges of {found.sites} sites in {units.count(rounds)} rounds.",
         f"The first site sent {units.memory(found.bytes_sent)}{_saved(run, made)}.",
-        f"Its ranks waited {units.duration(found.waited)} for the others, {units.duration(found.waited / rounds)} a round: "
+        f"The first site's ranks waited {units.duration(found.waited)} for other sites, {units.duration(found.waited / rounds)} a round: "
         f"{units.percent(found.used)} of the time in steps and merges was not spent waiting.",
     ]
     if run.validations:
@@ -51,7 +52,6 @@ def merge_section(run: History) -> str:
 
 
 def _saved(run: History, made: Sequence[Merge]) -> str:
-    """Compare the bytes sent with those of fp32 gradients after each step; empty if the model's size is not known."""
     sent = sum(one.bytes_sent for one in made)
     if run.start is None or not sent:
         return ""

@@ -9,15 +9,15 @@ RECENT = 50
 
 
 def usual(values: Sequence[float | None]) -> float | None:
-    """Return the median of the known values among the newest; None if no value is known."""
+    """Return the median of the newest values that are known; None if no value is known."""
     known = [value for value in values[-RECENT:] if value is not None and math.isfinite(value)]
     return float(median(known)) if known else None
 
 
 def seconds_left(steps: Sequence[float], times: Sequence[float], *, last: int, seconds: float) -> float:
-    """Return the seconds until step `last`, at the pace of the newest steps, which includes validations and checkpoints. `steps` and
-    `times`: the numbers of the steps since the newest start, and when each ended. `seconds`: a step's time, used if there are fewer than
-    two steps. Raises ValueError if there is no step.
+    """Return the seconds until step `last`, from the time that the newest steps took, including validations and checkpoints.
+    `steps` and `times`: the numbers of the steps since the newest start, and when each ended. `seconds`: the time of one step,
+    which is used if fewer than two steps have ended. Raises ValueError if there is no step.
     """
     if not steps:
         raise ValueError("no step has finished yet, so the time left is unknown")

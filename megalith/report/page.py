@@ -32,7 +32,7 @@ FILE = "report.html"
 BREAKDOWN: Mapping[str, int] = {
     "forward": 0, "backward": 1, "optimizer": 2, "communication": 3, "data": 4, "checkpoint": 5, "validation": 7, "bubble": 6, "other": 8
 }  # fmt: skip
-"""Part of a step's time -> colour, in the order in which they are stacked."""
+"""Colour of each part of a step's time, in the order in which the parts are stacked."""
 
 
 def write(run_dir: Path, path: Path | None = None, compared: "SlowdownReport | str" = "") -> Path:
@@ -44,8 +44,8 @@ def write(run_dir: Path, path: Path | None = None, compared: "SlowdownReport | s
 
 
 def render(run: History, *, folder: Path, compared: "SlowdownReport | str" = "") -> str:
-    """Return the page as text. `folder`: the run folder, whose spec.json, provenance.json and run.toml are shown if they exist. `compared`:
-    the run's step beside its prediction, or the reason why there is none."""
+    """Return the page as text. `folder`: the run folder, whose spec.json, provenance.json and run.toml are shown if they exist.
+    `compared`: the comparison of the run's step with its prediction, or the reason why there is none."""
     name = run.spec.get("name") or folder.resolve().name
     sections: list[tuple[str, Callable[[], str]]] = [
         ("", lambda: _cards(run)),
@@ -73,7 +73,6 @@ def render(run: History, *, folder: Path, compared: "SlowdownReport | str" = "")
 
 
 def _when(run: History) -> str:
-    """Describe when the run began, and the time from its first to its newest event."""
     if not run.starts:
         return ""
     first, last = run.starts[0].time, max(event.time for event in run.events)
@@ -88,7 +87,6 @@ def _header(run: History, name: str, folder: Path) -> str:
 
 
 def _where(folder: Path) -> str:
-    """Render where the run was started, and by which command."""
     found = origin_of(folder)
     words = " · ".join(f"{name} {found[name]}" for name in ("host", "folder", "commit") if name in found)
     command = f"<p><code>{escape(found['command'])}</code></p>" if "command" in found else ""
@@ -96,7 +94,6 @@ def _where(folder: Path) -> str:
 
 
 def _said(run: History) -> str:
-    """Describe the run in one line: model, machine, plan."""
     start, plan = run.start, run.plan
     if start is None:
         return "The log in this folder records no start of a run, so there is little to show yet."
@@ -112,7 +109,6 @@ def _said(run: History) -> str:
 
 
 def _cards(run: History) -> str:
-    """Render the main numbers, each with a note on its basis."""
     if not run.steps:
         return '<p class="none">No step is recorded yet.</p>'
     last = run.steps[-1]
@@ -146,7 +142,6 @@ def _recent_loss(run: History) -> float:
 
 
 def _mfu(run: History) -> tuple[str, str]:
-    """Return the card of MFU, and a footnote with the peak and the FLOP convention on which MFU depends."""
     start, share = run.start, run.usual(lambda step: step.mfu)
     if start is None or share is None:
         return _card("MFU", units.NOTHING, "no peak known"), f"No peak known: {start.peak_source if start else 'unknown device'}."
@@ -165,13 +160,11 @@ def _lost(run: History) -> str:
 
 
 def _signs(run: History) -> str:
-    """Render warning signs that suggest another plan."""
     found = "".join(f'<li class="warning"><b>sign</b><span>{escape(sign)}</span></li>' for sign in signs(run))
     return f'<ul class="problems">{found}</ul>' if found else ""
 
 
 def _problems(run: History) -> str:
-    """Render warnings and errors, the newest first, with equal messages combined."""
     if not run.problems:
         return ""
     counted: dict[tuple[str, str], list[Problem]] = {}
@@ -203,14 +196,12 @@ def smoothed(points: Sequence[Point], *, reach: int) -> list[Point]:
 
 
 def _curve(name: str, points: Sequence[Point], colour: int) -> list[Series]:
-    """A curve. If it has 60 points or more, it is smoothed, with the raw values faint behind it."""
     if len(points) < 60:
         return [Series(name, points, colour)]
     return [Series(name, points, colour, faint=True), Series(name, smoothed(points, reach=max(len(points) // 60, 3)), colour)]
 
 
 def _curves(run: History) -> str:
-    """Draw losses, learning rate and gradient norm."""
     if not run.steps:
         return ""
     digits: Callable[[float], str] = lambda y: f"{y:.3g}" if abs(y) < 1000 else units.count(y)  # noqa: E731
@@ -239,7 +230,6 @@ def _curves(run: History) -> str:
 
 
 def _held_out(run: History, digits: Callable[[float], str]) -> list[str]:
-    """Draw the validation loss of each domain, also in bits a byte if the data's manifest has the number of bytes."""
     rates = tokens_a_byte(run.spec)
     losses = {"": [(v.step, v.loss) for v in run.validations]}
     domains = sorted({name for v in run.validations for name in v.domains})
@@ -256,7 +246,6 @@ def _held_out(run: History, digits: Callable[[float], str]) -> list[str]:
 
 
 def _rounding(watched: Sequence[PrecisionWatched], digits: Callable[[float], str]) -> list[str]:
-    """Draw the relative gradient errors of the eight parts whose newest errors are largest, and the limit if there is one."""
     last = watched[-1].errors
     largest = sorted(last, key=lambda part: -(inf if (error := last[part]) is None else error))[:8]
     errors = {part: [(one.step, error) for one in watched if (error := one.errors.get(part)) is not None] for part in largest}
@@ -275,7 +264,6 @@ def _rounding(watched: Sequence[PrecisionWatched], digits: Callable[[float], str
 
 
 def _speed(run: History) -> str:
-    """Draw throughput, MFU and the parts of a step's time."""
     if not run.steps:
         return ""
     rate = _curve("tokens a second", _points(run.steps, lambda step: step.tokens_per_second), 0)
@@ -296,7 +284,6 @@ def _seconds(value: float) -> str:
 
 
 def _colours(columns: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, int]:
-    """Map the parts that occur to colours, known parts first."""
     there = {name for _, values in columns for name, value in values.items() if value > 0}
     return {name: colour for name, colour in BREAKDOWN.items() if name in there} | {
         name: i % 8 for i, name in enumerate(sorted(there - set(BREAKDOWN)))
@@ -304,7 +291,7 @@ def _colours(columns: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, 
 
 
 def _buckets(values: Sequence[tuple[int, Mapping[str, float]]], *, most: int) -> list[tuple[float, dict[str, float]]]:
-    """Average over at most `most` ranges of equally many steps; x is the middle of a range."""
+    """Average the values over at most `most` ranges with equally many steps; x is the middle of a range."""
     size = -(-len(values) // most)
     found: list[tuple[float, dict[str, float]]] = []
     for i in range(0, len(values), max(size, 1)):
@@ -315,7 +302,8 @@ def _buckets(values: Sequence[tuple[int, Mapping[str, float]]], *, most: int) ->
 
 
 def _pipeline(run: History) -> str:
-    """Draw the predicted schedule and, where spans were recorded, the measured one; empty without a pipeline."""
+    """Draw the predicted pipeline schedule and, if a step's spans were recorded, the measured one; empty for a run without a
+    pipeline."""
     plan, spans = run.plan, run.spans[-1] if run.spans else None
     if plan is None or not run.microbatches or plan.pipeline == 1:
         return ""
@@ -337,13 +325,11 @@ def _pipeline(run: History) -> str:
 
 
 def _spikes(run: History) -> str:
-    """Render each spike with its likely causes and the run's response; empty without a spike."""
     rows = spikes.rows(run.events)
     return f"<p>{spikes.counted(run.events)}</p>{html_table(spikes.COLUMNS, rows)}" if rows else ""
 
 
 def _faults(run: History) -> str:
-    """Render the use of the run's time, and a post-mortem of each incident; empty without an incident."""
     found = ledger.post_mortems(run.events)
     if not found:
         return ""
@@ -359,7 +345,6 @@ def _faults(run: History) -> str:
 
 
 def _samples(run: History) -> str:
-    """Render text that the model generated, the newest first."""
     found = ""
     for sample in reversed(run.samples[-5:]):
         words = f"<b>{escape(sample.prompt)}</b>{escape(sample.text)}"
@@ -368,7 +353,6 @@ def _samples(run: History) -> str:
 
 
 def _checkpoints(run: History, folder: Path) -> str:
-    """Render the checkpoints that are still in the folder."""
     there = [one for one in run.checkpoints if (folder / one.path).is_dir()]
     if not run.checkpoints:
         return ""
@@ -381,7 +365,6 @@ def _checkpoints(run: History, folder: Path) -> str:
 
 
 def _specification(run: History, folder: Path) -> str:
-    """Return every value of the resolved specification with its origin, and the run file as it was written."""
     spec, provenance = read_json(folder / SPEC_FILE) or run.spec, read_json(folder / PROVENANCE_FILE)
     found = ""
     if spec:
@@ -397,7 +380,7 @@ def _specification(run: History, folder: Path) -> str:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """The leaves of nested dictionaries as (dotted key, value written as JSON)."""
+    """Return the leaves of nested dictionaries as pairs: the dotted key, and the value as JSON text."""
     found: list[tuple[str, str]] = []
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:

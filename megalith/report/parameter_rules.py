@@ -10,7 +10,7 @@ from megalith.spec.treatment import ParameterSet
 
 
 def table(rows: Sequence[ParameterSet]) -> Table:
-    """A row for each group of parameters that are updated alike."""
+    """Return a table with a row for each group of parameters that have the same update rule."""
     few = any(row.treatment.moments.number != "fp32" for row in rows)
     names = ("parameters", "optimizer", *(["moments"] if few else []), "lr", "decay", "tensors", "numbers", "such as")
     drawn = Table(*names, box=None, pad_edge=False)

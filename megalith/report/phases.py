@@ -23,9 +23,9 @@ def phase_table(run: History) -> str:
 
 
 def noise_words(run: History) -> str:
-    """Return the newest gradient noise scale and the tokens a step, or the reason why there is no noise scale."""
+    """Describe the newest gradient noise scale and the tokens of a step, or the reason why there is no noise scale."""
     last = run.steps[-1]
     if "tokens" in last.noise:
         return f"{units.count(last.noise['tokens'])} tokens, at {units.count(last.tokens)} a step"
-    why = absent(run.plan, run.microbatches) if run.plan and run.microbatches else "the plan is not known"
-    return f"none: {why or 'its estimates are not positive yet'}"
+    why = absent(run.plan, run.microbatches) if run.plan and run.microbatches else "the run's plan is not known"
+    return f"none: {why or 'its estimates of signal and noise are not positive yet'}"

@@ -57,7 +57,7 @@ def best(found: PlanResult) -> str:
 
 
 def between(value: float, interval: Interval, write: Callable[[float], str]) -> str:
-    """Return both ends of an interval around a value."""
+    """Return both ends of the interval around a value as text."""
     return f"{write(value * interval.low)} to {write(value * interval.high)}"
 
 
@@ -72,7 +72,8 @@ def dollars(value: float) -> str:
 
 
 def table(found: PlanResult) -> Table:
-    """Tabulate layouts, best first, with criteria for a choice among equally fast ones; the run's own plan is last."""
+    """Tabulate the best layouts, fastest first, with criteria for a choice among equally fast ones; the run's own plan is in the
+    last row."""
     choices, own = found.found.choices, found.own
     drawn = columns("layout", "recompute", "MFU", "step", "80 %", "GiB", "waits", "beside the first")
     drawn.columns[-1].justify, drawn.columns[-1].no_wrap = "left", False
@@ -90,7 +91,6 @@ def table(found: PlanResult) -> Table:
 
 
 def _beside(choice: Candidate, first: Candidate, found: PlanResult) -> str:
-    """Compare a layout with the first: its speed, and advantages in memory and number of splits."""
     ratio = choice.estimate.time.step / first.estimate.time.step
     if choice.plan == first.plan:
         return ""
@@ -103,12 +103,12 @@ def _beside(choice: Candidate, first: Candidate, found: PlanResult) -> str:
 
 
 def _splits(plan: Plan) -> int:
-    """Return the number of axes along which the work is split."""
     return sum(size > 1 for size in (plan.tensor, plan.context, plan.pipeline, plan.expert, plan.data))
 
 
 APART = 0.1
-"""Layouts on the same number of devices are both shown if they differ by at least this share of a device's memory."""
+"""The least difference in memory, as a share of a device's memory, at which two layouts on the same number of devices are both
+shown."""
 
 
 def distinct(points: Sequence[Point]) -> list[Point]:
@@ -124,7 +124,8 @@ def distinct(points: Sequence[Point]) -> list[Point]:
 
 
 def frontier(points: Sequence[Point]) -> Table:
-    """Tabulate the Pareto frontier of time, cost and memory; of layouts with about the same memory, only the fastest."""
+    """Tabulate the Pareto frontier of time, cost and memory. Of several layouts with about the same memory, only the fastest is
+    shown."""
     drawn = columns("devices", "layout", "recompute", "step", "tok/s", "MFU", "GiB", "free", "$/B tok")
     for point in distinct(points):
         plan, estimate = point.choice.plan, point.choice.estimate
@@ -139,7 +140,7 @@ def frontier(points: Sequence[Point]) -> Table:
 
 
 def what_ifs(found: PlanResult) -> Table:
-    """Tabulate the best layout for each change, beside the best layout without a change."""
+    """Tabulate the best layout under each what-if change, after the best layout without any change."""
     drawn = columns("if", "layout", "tok/s", "MFU", "step", "GiB", "days", "cost")
     as_it_is = ("as it is", found.found.best, next(iter(found.trainings), None))
     for change, choice, training in (as_it_is, *((one.change, one.choice, one.training) for one in found.what_ifs)):
@@ -157,7 +158,8 @@ def what_ifs(found: PlanResult) -> Table:
 
 
 def prices(broken: Sequence[Price]) -> Table:
-    """Tabulate each broken rule, the change that would follow it, and the difference in time, memory and cost."""
+    """Tabulate each rule that the plan breaks, the change with which the plan would follow it, and how this changes time, memory
+    and cost."""
     drawn = columns("broken rule", "followed", "step", "GiB", "cost", "")
     drawn.columns[-1].justify, drawn.columns[-1].no_wrap = "left", False
     for one in broken:
@@ -180,7 +182,7 @@ def columns(*names: str) -> Table:
 
 
 def recomputed(plan: Plan) -> str:
-    """Describe the recomputation of a plan."""
+    """Return the words for a plan's recomputation."""
     return {"none": "-", "selective": "+".join(plan.recomputed_parts)}.get(plan.recompute, plan.recompute)
 
 
@@ -207,17 +209,16 @@ def legend(found: PlanResult) -> str:
     return (
         f"t tensor, c context, p pipeline x chunks (1F1B, unless named), e expert x parts of each, d data, z ZeRO stage, r copies, "
         f"m microbatch.\n"
-        f"recompute: computed twice (sqrt: three times). "
+        f"recompute: parts whose forward runs twice (sqrt: three times). "
         f"MFU: {found.convention} of {units.flops(device.wide)}.\n"
-        f"GiB: worst rank{limit}. waits: bubble and exposed communication, of the step. as fast: within {found.confidence.apart - 1:.0%}, "
-        f"too little for predictions to tell apart.\n"
+        f"GiB: worst rank{limit}. waits: share of bubble and exposed communication. as fast: less than "
+        f"{found.confidence.apart - 1:.0%} slower, which is within the predictions' error.\n"
         f"{search.looked_at:,} plans examined, {search.too_large:,} too large{denied}. Predicted: {found.assumption}."
         f"{_offloaded(found)}{gain_over_own_plan(found)}"
     )
 
 
 def _offloaded(found: PlanResult) -> str:
-    """Explain the signs of layouts that offload; empty if no layout that is shown offloads."""
     shown = [*found.found.choices, *(one.choice for one in found.frontier), *(one.choice for one in found.what_ifs)]
     if not any(choice is not None and choice.moves for choice in shown):
         return ""
@@ -226,16 +227,16 @@ def _offloaded(found: PlanResult) -> str:
     freed = any(choice is not None and choice.plan.state.release for choice in shown)
     made = any(choice is not None and choice.plan.state.weights != "device" for choice in shown)
     return (
-        f"\no: % of the optimizer's state offloaded to host memory (at most {host.room(cluster) / GIB:.0f} GiB a device{said}), updated "
-        f"there; a: % of the blocks whose activations wait there; disk: on disk"
-        f"{'; released: gradients are freed inside the backward, and a clipped step is computed twice' * freed}"
-        f"{'; weights: made from it at each gather' * made}. "
-        f"{count:,} {'plan fits' if count == 1 else 'plans fit'} only in this way; without --offload they are left out."
+        f"\no: % of the optimizer's state offloaded to host memory (at most {host.room(cluster) / GIB:.0f} GiB a device{said}), "
+        f"and updated there; a: % of the blocks whose activations are kept there; disk: kept on disk instead"
+        f"{'; released: the backward frees gradients, and a clipped step is computed twice' * freed}"
+        f"{'; weights: computed from the offloaded state at each gather' * made}. "
+        f"{count:,} {'plan fits' if count == 1 else 'plans fit'} only with --offload."
     )
 
 
 def gain_over_own_plan(found: PlanResult) -> str:
-    """Describe the gain of the best plan over the run's own, by the terms of a step; empty if the request has no own plan."""
+    """Describe how much faster the best plan is than the run's own, term by term of a step; empty if the request has no own plan."""
     if found.own is None:
         return ""
     best, own = found.found.choices[0].estimate.time, found.own.estimate.time
@@ -255,7 +256,7 @@ def trainings(found: PlanResult) -> str:
     one = found.trainings[0]
     parts = [f"{one.steps:,} steps", f"{one.days:,.1f} days", f"{amount(one.device_hours)} device-hours"]
     if one.dollars is None:
-        parts.append("no price known (set price_per_hour in a cluster file)")
+        parts.append("price unknown (set price_per_hour in a cluster file)")
     else:
         parts.append(f"${amount(one.dollars)} at ${found.request.cluster.price_per_hour:g} an hour")
     if one.megawatt_hours is None:
@@ -263,26 +264,27 @@ def trainings(found: PlanResult) -> str:
     else:
         parts.append(f"{one.megawatt_hours:,.3g} MWh" if one.megawatt_hours < 1e3 else f"{one.megawatt_hours / 1e3:,.3g} GWh")
     parts.append(f"{one.flops:.2g} FLOP")
-    return f"{amount(one.tokens)} tokens with the best plan: {', '.join(parts)}; without faults (megalith simulate includes them)"
+    return f"{amount(one.tokens)} tokens with the best plan: {', '.join(parts)}; without time lost to faults (megalith simulate adds it)"
 
 
 def across(found: PlanResult) -> str:
-    """Describe the waits of sites for each other, and methods that suit their link; empty if the link's speed is not known."""
+    """Describe how long sites wait for each other with the run file's method, and methods that suit their link; empty if the
+    link's speed is not known."""
     if (linked := found.linked) is None:
         return ""
     said, proposed = linked.said, linked.proposed
-    lines = [f"across {said.sites} sites, as the run file says: {_waits(said)}"]
+    lines = [f"{said.sites} sites with the run file's method: {_waits(said)}"]
     if said.use < GOOD:
-        shortest = f"{GOOD:.0%} needs inner_steps = {said.shortest}" if said.shortest else ""
-        lines[0] += f" {shortest or f'No inner_steps up to {INTERVALS[-1]} reaches {GOOD:.0%}'}."
+        shortest = f"To compute for {GOOD:.0%} of the time, set inner_steps = {said.shortest}" if said.shortest else ""
+        lines[0] += f" {shortest or f'With no inner_steps up to {INTERVALS[-1]} does a site compute for {GOOD:.0%} of the time'}."
     if proposed is not None and proposed != said:
-        lines.append(f"chosen for the link: {_waits(proposed)}")
+        lines.append(f"method chosen for this link: {_waits(proposed)}")
         if proposed.use < GOOD:
-            lines.append(f"The link is too slow for {GOOD:.0%} with every method that was tried.")
+            lines.append(f"The link is too slow to compute for {GOOD:.0%} of the time with any method that was tried.")
     if linked.together is not None and linked.together != proposed:
         lines.append(f'with method = "data-parallel": {_waits(linked.together)}')
     if linked.gain is not None:
-        much = f"{linked.gain:.2f} times the tokens a second of one site that trains the whole batch"
+        much = f"{linked.gain:.2f} times as many tokens a second as one site that trains the whole batch"
         lines.append(
             f"{said.sites} sites process {much}."
             if linked.gain > 1
@@ -303,16 +305,15 @@ def sites(found: SitesResult) -> Table:
 
 
 def _waits(one: Across) -> str:
-    """Describe a method for the link, with its traffic and waits."""
     if one.gradients:
-        sent = f"{one.bytes / 1e6:,.3g} MB in a step, waits {seconds(one.waited)} in it"
+        sent = f"{one.bytes / 1e6:,.3g} MB in each step, waits {seconds(one.waited)} for it"
         return f"{one.method}. Each site sends {sent}, and computes for {one.use:.1%} of the time."
     more = (f", top_k = {one.top_k}" if one.top_k is not None else "") + (", eager" if one.eager else "")
     keys = f"inner_steps = {one.inner_steps}, fragments = {one.fragments}, overlap = {one.overlap}, bits = {one.bits}{more}"
     return (
         f"{one.method} ({keys}). Each site "
-        f"sends {one.bytes / 1e6:,.3g} MB in a round, {one.instead / one.bytes:,.3g} times less than gradients, waits "
-        f"{seconds(one.waited)} in it, and computes for {one.use:.1%} of the time."
+        f"sends {one.bytes / 1e6:,.3g} MB in each round, {one.instead / one.bytes:,.3g} times less than gradients, waits "
+        f"{seconds(one.waited)} for it, and computes for {one.use:.1%} of the time."
     )
 
 
@@ -348,7 +349,7 @@ def terms(found: SlowdownReport) -> Table:
 
 
 def tries(found: SlowdownReport) -> Table:
-    """Tabulate changes to try, the most gain first."""
+    """Tabulate the changes of the plan to try, with the largest predicted gain first."""
     drawn = columns("try", "", "should gain")
     for one in found.tries:
         drawn.add_row(escape(one.change), "", f"{seconds(one.gain)} ({one.gain / found.measured:.1%})")
@@ -364,7 +365,7 @@ def amount(value: float) -> str:
 
 
 def gains(found: Gains) -> Table:
-    """Tabulate the time that 8-bit products save or cost in each layer, in milliseconds for each block and microbatch."""
+    """Tabulate for each layer the time with bf16 and with 8-bit products, in milliseconds for each block and microbatch."""
     drawn = columns("layer", "weight", "blocks", "tokens", "bf16", "8 bits", "rounding", "gain", "")
     for one in found.layers:
         experts = f"{one.experts} x " if one.experts else ""
@@ -380,17 +381,18 @@ def gains(found: Gains) -> Table:
 def recipe_advice(found: Gains) -> str:
     """Explain the table of gains, and propose a recipe."""
     ways = (
-        "predicted ms for forward and backward of a layer on a rank, for a microbatch; gain: bf16's time over that in 8 bits\n"
-        "wide: stays in bf16; rehearsed: emulated, as there is no 8-bit product of these sizes or for experts"
+        "predicted ms of a layer's forward and backward for one microbatch on a rank; gain: time in bf16 / time in 8 bits\n"
+        "wide: the layer stays in bf16; rehearsed: emulated, because these sizes, or experts, have no 8-bit product"
     )
     if not found.recipe:
         return f"{ways}\nno layer gains from 8 bits on {found.device}: use bf16"
     keys = "\n".join(f"{key} = {json.dumps(value)}" for key, value in found.recipe.items())
-    return f"{ways}\nproposed; it saves {seconds(found.saved)} for each microbatch on a rank with all blocks:\n\n[precision]\n{keys}\n"
+    saved = f"{seconds(found.saved)} for each microbatch on a rank with all blocks"
+    return f"{ways}\nproposed settings, which save {saved}:\n\n[precision]\n{keys}\n"
 
 
 def reasons(found: PlanResult) -> Table:
-    """Tabulate the cost of each neighbour of the best plan."""
+    """Tabulate the predicted cost of each plan that differs from the best plan in one key."""
     step = found.found.choices[0].estimate.time.step
     drawn = Table("one change", "step", "GiB", "", "what grows", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in drawn.columns[1:3]:

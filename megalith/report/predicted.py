@@ -21,8 +21,9 @@ MAX_BARS = 4000
 def predict(run: History) -> tuple[Timeline, str, int]:
     """Return the simulated timeline of the plan's schedule, the source of its costs, and its number of microbatches.
 
-    Costs are the measured mean times of each stage's computations. Without recorded spans, they are the run's mean forward and backward
-    times, divided among microbatches and chunks. Without these, they are 1 s and 2 s.
+    The cost of a computation is the mean measured time of that stage's forward or backward. If no spans were recorded, the cost
+    is the run's mean forward or backward time, divided by the numbers of microbatches and chunks. If nothing was measured, a
+    forward costs 1 s and a backward 2 s.
     """
     plan, microbatches = run.plan, run.microbatches
     assert plan is not None, "predict needs a recorded plan"
@@ -63,7 +64,8 @@ def trace(run: History) -> dict[str, Any]:
 
 
 def term_section(compared: "SlowdownReport | str") -> str:
-    """Tabulate the terms of a step, the one to blame first. A text is the reason why there is no prediction, which is shown instead."""
+    """Tabulate the terms of a step as HTML, with the term that exceeds its prediction most first. If `compared` is text, it is
+    the reason why there is no prediction, and is shown instead."""
     if isinstance(compared, str):
         return f'<p class="none">{escape(f"Nothing is predicted: {compared}.")}</p>' if compared else ""
     from megalith.report import plans  # imports the planner, which takes long and which few pages need

@@ -1,4 +1,4 @@
-"""Warning signs in a run's log that the plan does not suit the machine. Each sign has an observation and a way out."""
+"""Warning signs in a run's log that its plan does not suit the machine. Each sign consists of an observation and a remedy."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -12,13 +12,13 @@ from megalith.report.units import count, percent
 from megalith.schedule.action import COMPUTATIONS
 
 FALLS = 0.05
-"""A loss of throughput by more than this share is a sign."""
+"""The fraction of throughput that must be lost for a sign."""
 
 ALONE = 1.1
 """N ranks count as working one after another if they are busy for at most this many times 1/N of the time."""
 
 MAXIMUM = 0.5
-"""Waiting for more than this share of the time in experts' computations is a sign."""
+"""Waiting is a sign if it takes more than this fraction of the time in the layers of experts."""
 
 
 def signs(run: History) -> list[str]:
@@ -27,7 +27,7 @@ def signs(run: History) -> list[str]:
 
 
 def _tensor(run: History) -> Iterator[str]:
-    """Yield a sign if throughput falls as `plan.tensor` grows, over the run's starts."""
+    """Yield a sign if starts of this run with a larger `plan.tensor` had a lower throughput."""
     rates: defaultdict[int, list[float]] = defaultdict(list)
     for start, steps in _by_start(run):
         plan = plan_of(start)
@@ -39,13 +39,12 @@ def _tensor(run: History) -> Iterator[str]:
         if slow < (1 - FALLS) * fast:
             yield (
                 f"Throughput falls as tensor grows: {count(fast)} tokens/s a rank with tensor {less}, {count(slow)} with {more} "
-                f"({percent(slow / fast - 1)}). Tensor parallelism's collectives cost more time than it saves: keep tensor "
-                f"inside the fastest links, and use data or pipeline for the rest."
+                f"({percent(slow / fast - 1)}). Tensor parallelism's collectives cost more time than the split saves: keep tensor ranks "
+                f"on the fastest links, and split further along data or pipeline."
             )
 
 
 def _by_start(run: History) -> Iterator[tuple[RunStarted, list[Step]]]:
-    """Yield each start with the steps between it and the next start."""
     steps = sorted((*run.steps, *run.repeated), key=lambda step: step.time)
     starts = sorted(run.starts, key=lambda start: start.time)
     ends = [*(one.time for one in starts), float("inf")][1:]
@@ -54,7 +53,6 @@ def _by_start(run: History) -> Iterator[tuple[RunStarted, list[Step]]]:
 
 
 def _taking_turns(run: History) -> Iterator[str]:
-    """Yield a sign if each of N pipeline ranks is busy for only about 1/N of the time."""
     if run.plan is None or not run.spans or run.plan.pipeline == 1:
         return
     ranks = run.plan.pipeline
@@ -65,13 +63,14 @@ def _taking_turns(run: History) -> Iterator[str]:
     if busy <= ALONE / ranks:
         yield (
             f"Each of {ranks} pipeline ranks is busy for {percent(busy)} of the time, about 1/{ranks}: they work one after another. "
-            f"{run.microbatches} microbatch{'es' * (run.microbatches != 1)} a step are too few: use a smaller plan.microbatch, a larger "
+            f"{run.microbatches} microbatch{'es' * (run.microbatches != 1)} a step are too few. Use a smaller plan.microbatch, a larger "
             f"batch, or fewer stages."
         )
 
 
 def _experts(run: History) -> Iterator[str]:
-    """Yield a sign if waiting for tokens dominates the layers of experts. A computation is interrupted while its tokens are transferred."""
+    """Yield a sign if waiting for tokens dominates the time in the layers of experts. In the log, a wait for tokens interrupts a
+    computation."""
     if run.plan is None or not run.spans or run.plan.expert == 1:
         return
     waiting, computing = dispatch_seconds(run.spans[-1].spans)
@@ -79,13 +78,14 @@ def _experts(run: History) -> Iterator[str]:
         share = percent(waiting / (waiting + computing))
         yield (
             f"Waiting dominates the layers of experts: ranks spend {share} of the time in these layers waiting for tokens from "
-            f"{run.plan.expert} expert ranks. Keep plan.expert inside the fast links, use larger microbatches, or a schedule that "
-            f"computes another microbatch meanwhile (dualpipe, dualpipev)."
+            f"{run.plan.expert} expert ranks. Keep expert ranks on fast links, or use larger microbatches or a schedule that "
+            f"computes another microbatch while tokens are sent (dualpipe, dualpipev)."
         )
 
 
 def dispatch_seconds(spans: Sequence[Span]) -> tuple[float, float]:
-    """Seconds in which ranks waited in the middle of a computation, and seconds of the computations that were interrupted in this way."""
+    """Return the seconds in which ranks waited in the middle of a computation, and the seconds that these interrupted
+    computations took without the waits."""
     lines: defaultdict[int, list[tuple[str, float]]] = defaultdict(list)
     for rank, name, start, end in sorted(spans, key=lambda span: (span[0], span[2])):
         lines[rank].append((name, end - start))

@@ -9,7 +9,7 @@ from pathlib import Path
 from megalith.report import svg
 
 HALF, WIDE = 550.0, 1150.0
-"""Widths of pictures that need no scaling on a wide page: two in a row, and one alone."""
+"""Widths of pictures that need no scaling on a wide page: HALF for two pictures in a row, WIDE for one."""
 
 PAGE = (
     svg.STYLE
@@ -68,15 +68,15 @@ footer{margin-top:44px;font-size:12.5px}
 )
 
 HINT = '<p class="note hint" hidden>Drag over a curve to zoom in; double-click or press r for all of it, l for log axes.</p>'
-"""A hint that the script shows."""
+"""A hint about zooming, hidden until the page's script shows it."""
 
 _SCRIPT = (Path(__file__).parent / "curves.js").read_text(encoding="utf-8").strip()
 _ALLOWED = f"'sha256-{base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()}'"
 
 
 def html_page(title: str, body: str, style: str = "") -> str:
-    """Return a page with this content and additional `style`. It refers to no other file, and its policy lets only its own script run, so
-    no text of a run can run as a script."""
+    """Return a page with this content and additional `style`. The page refers to no other file. Its content policy allows only
+    the page's own script, so text from a run cannot run as a script."""
     policy = f"default-src 'none'; script-src {_ALLOWED}; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
     head = (
         f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
@@ -95,7 +95,8 @@ def curves(
     log: bool = False,
     from_zero: bool = False,
 ) -> str:
-    """Draw curves that the page's script can zoom into. `form` labels the y axis without the script, `unit` with it."""
+    """Draw curves that the page's script can zoom into. `form` formats the labels of the y axis as drawn; `unit` follows the
+    numbers that the script draws after a zoom."""
     return svg.line_chart(series, x_label=x_label, y_format=form, from_zero=from_zero, zoom=svg.Zoom(unit, log), width=HALF)
 
 

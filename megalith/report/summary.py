@@ -14,7 +14,8 @@ LAST = 10
 
 @dataclass(frozen=True)
 class Incident:
-    """One failure: seconds until it was detected, and from then until training continued (None: not yet)."""
+    """One failure. `detection_seconds` last until the failure was detected, `recovery_seconds` from then until training continued
+    (None: not yet)."""
 
     step: int
     reason: str
@@ -24,8 +25,9 @@ class Incident:
 
 @dataclass(frozen=True)
 class Merges:
-    """Merges of a run with sites, as the first site logged them. `waited`: seconds that its ranks waited for other sites. `used`: share of
-    the time in steps and merges (including repeated ones) without these waits. `norm`, `spread`: of the last merge."""
+    """Merges of a run with sites, as the first site logged them. `waited`: seconds that the first site's ranks waited for other
+    sites. `used`: fraction of the time in steps and merges (including repeated ones) in which they did not wait. `norm`,
+    `spread`: values of the last merge."""
 
     count: int
     sites: int
@@ -38,9 +40,10 @@ class Merges:
 
 @dataclass(frozen=True)
 class Summary:
-    """A run in numbers. A value is None if no event has it yet; MFU is None also if the peak is unknown.
+    """A run in numbers. A value is None if no event contains it yet; MFU is also None if the device's peak is unknown.
 
-    Times are seconds, sizes bytes, rates per second. Losses are nats a token. `tokens_per_second` and `mfu` are medians over steps.
+    Times are seconds, sizes bytes, rates per second. Losses are in nats per token. `tokens_per_second` and `mfu` are medians over
+    steps.
     """
 
     state: str
@@ -58,7 +61,7 @@ class Summary:
     validation_loss: float | None
     validation_domains: dict[str, float]
     bits_per_byte: float | None
-    """`validation_loss` in bits a byte of text; None where the manifest of the data cannot be read."""
+    """`validation_loss` in bits per byte of text; None if the manifest of the data cannot be read."""
     tokens: int
     tokens_per_second: float | None
     mfu: float | None
@@ -70,14 +73,14 @@ class Summary:
     checkpoint_bytes: int | None
     checkpoint: str | None
     goodput: float | None
-    """Share of the time that was useful; None before the first incident."""
+    """Fraction of the time that was useful; None before the first incident."""
     lost_seconds: dict[str, float]
-    """Seconds of the remaining time, by cause."""
+    """Seconds of the time that was not useful, by cause."""
     incidents: tuple[Incident, ...]
     merges: Merges | None
-    """None in a run without sites, and before the first merge."""
+    """Totals of the merges across sites; None in a run without sites, and before the first merge."""
     skipped_lines: int
-    """Number of lines of the log without an event."""
+    """Number of lines in the log that hold no event."""
 
 
 def of_folder(run_dir: Path) -> Summary:

@@ -1,8 +1,7 @@
-"""Charts as inline SVG: lines, stacked bars, grids. They scale with the page and follow its light or dark colours.
+"""Charts as inline SVG: lines, stacked bars, grids. Charts scale with the page and follow its light or dark colours.
 
-Values show on hover. Colours are classes (`c0` .. `c10`, in STYLE); the first eight are after Okabe and Ito, whose set people with
-colour blindness can tell apart.
-"""
+Values show on hover. Colours are CSS classes (`c0` .. `c10`, in STYLE). The first eight are after Okabe and Ito's set, which
+people with colour blindness can tell apart."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -39,13 +38,13 @@ svg .box{fill:var(--soft);stroke:var(--line)}
 svg .soft{fill:var(--soft)}
 svg .bar:hover{opacity:.8}
 """ + "".join(f"svg .c{i}{{stroke:var(--c{i})}}svg .f{i}{{fill:var(--c{i})}}\n" for i in range(11))
-"""CSS of the classes. A page includes it once; `standalone` adds it to a picture."""
+"""CSS of the classes that pictures use. A page includes this CSS once; `standalone` adds it to a single picture."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """A named curve. `colour`: its class number; `dots`: mark each point; `faint`: raw values behind a smoothed curve, without an entry in
-    the legend; `dashes`: a dashed line, so that an equal curve below it is visible."""
+    """A named curve. `colour`: the number of its colour class; `dots`: draw a dot at each point; `faint`: raw values behind a
+    smoothed curve, which the legend leaves out; `dashes`: a dashed line, so that an equal curve below it is visible."""
 
     name: str
     points: Sequence[Point]
@@ -85,8 +84,8 @@ class _Frame:
 
 @dataclass(frozen=True)
 class Zoom:
-    """Attributes of a picture for curves.js, which zooms into its curves. `unit`: unit of the y axis. `log`: the y axis may be
-    logarithmic."""
+    """Attributes of a picture for curves.js, which zooms into its curves. `unit`: unit of the y axis. `log`: the script may make
+    the y axis logarithmic."""
 
     unit: str = ""
     log: bool = False
@@ -133,7 +132,7 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def thin(points: Sequence[Point], most: int = 500) -> list[Point]:
-    """Thin out many points: keep only the lowest and the highest of each stretch, so that no spike is lost."""
+    """Thin out many points: in each range of consecutive points, keep only the lowest and the highest, so that no spike is lost."""
     if len(points) <= most:
         return list(points)
     size = ceil(2 * len(points) / most)
@@ -172,10 +171,11 @@ def line_chart(
     width: float = 620,
     height: float = 270,
 ) -> str:
-    """Draw curves over one x axis. Points that are not finite are left out; without any point the picture says so.
+    """Draw curves over one x axis. Points that are not finite are left out; if no point remains, the picture says so.
 
-    `level`: a value of y that is in the picture, with a line. `marks`: values of x with names, each with a vertical line. `names`: further
-    entries of the legend, with their colours. `zoom`: a page's script can zoom into the curves.
+    `level`: a value of y at which a horizontal line is drawn, inside the picture. `marks`: values of x at which vertical lines
+    are drawn, each with a name. `names`: further entries of the legend, with their colours. `zoom`: data with which a page's
+    script can zoom into the curves.
     """
     shown = [replace(s, points=_finite(s.points)) for s in series]
     shown = [s for s in shown if s.points]
@@ -205,13 +205,11 @@ def line_chart(
 
 
 def _area(frame: _Frame, area: Area) -> str:
-    """Draw the area between two curves."""
     place = [f"{frame.px(x):.1f},{frame.py(y):.1f}" for x, y in (*area.low, *reversed(area.high))]
     return f'<polygon class="area f{area.colour}" points="{" ".join(place)}"/>'
 
 
 def _level(frame: _Frame, level: float | None) -> str:
-    """Draw a line at one value of y."""
     if level is None:
         return ""
     y = frame.py(level)
@@ -219,7 +217,8 @@ def _level(frame: _Frame, level: float | None) -> str:
 
 
 def _marks(frame: _Frame, marks: Sequence[tuple[float, str]]) -> str:
-    """Draw a line at each marked value of x. Names are at different heights, so that names of close values do not overlap."""
+    """Draw a vertical line at each marked value of x. Names are at different heights, so that the names of neighbouring lines do
+    not overlap."""
     body = ""
     for i, (at, name) in enumerate(sorted(marks)):
         x, y = frame.px(at), frame.bottom - 8 - 13 * (len(marks) - 1 - i)
@@ -260,7 +259,7 @@ def _axes(frame: _Frame, x_label: str, y_format: Callable[[float], str]) -> str:
 
 
 def _strips(frame: _Frame, series: Sequence[Series], x_label: str, y_format: Callable[[float], str]) -> str:
-    """Draw invisible columns over the curves. Each column shows the curves' values there on hover."""
+    """Draw invisible columns over the curves. Each column shows the curves' values at its x when the mouse is over it."""
     places = sorted({x for s in series for x, _ in s.points})
     places = places[:: ceil(len(places) / 120)]
     edges = [frame.left, *((frame.px(a) + frame.px(b)) / 2 for a, b in pairwise(places)), frame.right]
@@ -289,7 +288,7 @@ def stacked_columns(
     width: float = 620,
     height: float = 270,
 ) -> str:
-    """Draw a stacked column at each x. Its parts are in the order of `colours`."""
+    """Draw a stacked column at each x, with its parts in the order of `colours`."""
     if not columns:
         return picture(width, 60, text(width / 2, 34, "no values yet", anchor="middle"), "no values")
     names, tall = legend(list(colours.items()), left=8, right=width, top=14)
@@ -370,7 +369,8 @@ class Cell:
 def grid(
     cells: Sequence[Sequence[Cell]], row_names: Sequence[str], column_names: Sequence[str], *, cell_width: float = 190
 ) -> str:
-    """Cells in rows and columns. A strip in each cell shows the model's parts in order, each filled up to the cell's share."""
+    """Draw cells in rows and columns. A strip in each cell shows the model's parts in order; each part is filled up to the share
+    that the cell's rank holds."""
     lines = max((len(cell.lines) for row in cells for cell in row), default=0)
     left, top, tall = 22 + max(map(width_of, row_names), default=0), 30, 56 + 15 * lines
     body = "".join(

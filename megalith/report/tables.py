@@ -15,7 +15,7 @@ from megalith.report.summary import Summary, summarize
 SHOWN = 5  # incidents in the summary; the report page has them all
 
 STATE = {"finished": "green", "stopped": "yellow", "lost": "yellow", "failed": "red"}
-"""A run's end -> its colour."""
+"""Colour of each state in which a run can end."""
 
 
 def summary(run_dir: Path) -> RenderableType:
@@ -34,7 +34,6 @@ def summary(run_dir: Path) -> RenderableType:
 
 
 def _facts(run: History, found: Summary) -> list[tuple[str, RenderableType]]:
-    """Return the rows of the summary for which the run has values."""
     facts: list[tuple[str, RenderableType]] = [("state", Text(found.state, style=STATE.get(found.state, "")))]
     if run.starts:
         plan = run.plan
@@ -48,7 +47,7 @@ def _facts(run: History, found: Summary) -> list[tuple[str, RenderableType]]:
         facts.append(("steps", f"{found.step:,}" + (f" of {found.steps:,}" if found.steps else "")))
         facts.append(("training loss", f"{found.loss:.4f} (mean of the last {found.loss_steps})"))
     if (merges := found.merges) is not None:
-        waited = f"waited {units.duration(merges.waited)}, {units.percent(merges.used)} of the time without waits"
+        waited = f"waited {units.duration(merges.waited)} ({units.percent(merges.used)} of the time was not spent waiting)"
         sent = units.memory(merges.bytes_sent)
         facts.append(("merges", f"{merges.count:,} over {merges.sites} sites: {sent} sent, {waited}"))
     if run.phases:
@@ -85,7 +84,6 @@ def _facts(run: History, found: Summary) -> list[tuple[str, RenderableType]]:
 
 
 def _faults(found: Summary) -> list[tuple[str, str]]:
-    """Return the use of the run's time if there was an incident, and the newest incidents with blame and cost."""
     if not found.incidents:
         return []
     lost = ", ".join(f"{cause} {units.duration(seconds)}" for cause, seconds in found.lost_seconds.items())
@@ -105,8 +103,8 @@ def _mfu(run: History, found: Summary) -> str:
 
 
 def _problems(run: History) -> list[Text]:
-    """The last problems, oldest first, each on a line of its own. Errors from which the run has recovered are left out, because the rows of
-    incidents contain them."""
+    """Return the last problems, oldest first, each as one line. Errors from which the run has recovered are left out, because the
+    rows of incidents contain them."""
     lines = list[Text]()
     for problem in [one for one in run.problems if one.severity != "error" or not _is_over(one, run)][-10:]:
         colour = "red" if problem.severity == "error" else "yellow"
@@ -117,6 +115,5 @@ def _problems(run: History) -> list[Text]:
 
 
 def _is_over(problem: Problem, run: History) -> bool:
-    """Return True if the ranks have restarted since a problem, or the run has finished despite it."""
     finished = run.finished is not None and run.finished.reason == "finished"
     return finished or (run.start is not None and problem.time < run.start.time)

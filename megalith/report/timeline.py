@@ -29,14 +29,14 @@ FILLS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "OTHER": ("other", "#a9a18c", "#1c1a14"),
     }
 )
-"""Kind of bar -> its name, its fill and the colour of text on it; the same in the light and the dark theme."""
+"""Name, fill and text colour of each kind of bar, the same in the light and the dark theme."""
 
 
 class Bar(NamedTuple):
     """An activity of a rank, from `start` to `end` in seconds. `kind` is a key of FILLS, `word` the text on the bar.
 
-    `shade` is the number of the rank's chunk, or 1 for the other direction of a bidirectional schedule. `frame` is the length, in seconds
-    from `start`, of a frame around this bar and the next one if they are overlapped; 0: no frame.
+    `shade` is the number of the rank's chunk, or 1 for the other direction of a bidirectional schedule. `frame` is the length in
+    seconds of a frame from `start` around this bar and the next one, drawn if the two are overlapped; 0: no frame.
     """
 
     rank: int
@@ -50,12 +50,13 @@ class Bar(NamedTuple):
 
 
 def predicted(timeline: Timeline) -> list[Bar]:
-    """The bars of a simulated timeline."""
+    """Return the bars of a simulated timeline."""
     return [bar for span in timeline.spans for bar in _bars(span.rank, span.action, span.start, span.end, timeline.ranks)]
 
 
 def measured(spans: Iterable[Span], ranks: int) -> list[Bar]:
-    """The bars of a Spans event (`[rank, action, start, end]`); entries that are no actions keep their names."""
+    """Return the bars of a Spans event, whose entries are `[rank, action, start, end]`; entries that are not actions keep their
+    names."""
     bars: list[Bar] = []
     for rank, name, start, end in spans:
         try:
@@ -79,8 +80,8 @@ def _bars(rank: int, entry: RowEntry, start: float, end: float, ranks: int) -> l
 
 
 def mean_seconds(steps: Iterable[Iterable[Span]]) -> dict[tuple[str, int], float]:
-    """Mean seconds of each (kind, stage) among steps' measured spans of `[rank, action, start, end]`. An action that was interrupted by a
-    wait or by another action has several spans in its step."""
+    """Return the mean seconds of each (kind, stage) over the measured spans `[rank, action, start, end]` of some steps. The spans
+    of an action that was interrupted in a step are added up."""
     found: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     for spans in steps:
         whole: defaultdict[tuple[int, str], float] = defaultdict(float)
@@ -100,7 +101,8 @@ def work_end(bars: Sequence[Bar]) -> float:
 
 
 def bubble(bars: Sequence[Bar], ranks: int) -> float:
-    """Idle time of all ranks divided by their useful time, from the start of the first computation to the end of the last."""
+    """Return the idle time of all ranks divided by their useful time, between the start of the first computation and the end of
+    the last."""
     work = [bar for bar in bars if bar.kind in COMPUTATIONS]
     useful = sum(bar.end - bar.start for bar in work)
     begin = min((bar.start for bar in work), default=0.0)
@@ -108,7 +110,8 @@ def bubble(bars: Sequence[Bar], ranks: int) -> float:
 
 
 def draw(groups: Mapping[str, Sequence[Bar]], ranks: int, *, width: float = 1180) -> str:
-    """Draw groups of bars (predicted, measured) one below the other on one time axis: a row for each rank, bars labelled by microbatch."""
+    """Draw groups of bars (such as predicted and measured) one below the other on one time axis. Each rank has a row, and bars
+    are labelled with their microbatch."""
     bars = [bar for group in groups.values() for bar in group]
     if not bars:
         return picture(width, 60, text(width / 2, 34, "nothing to draw yet", anchor="middle"), "no timeline")
@@ -132,7 +135,6 @@ def draw(groups: Mapping[str, Sequence[Bar]], ranks: int, *, width: float = 1180
 
 
 def _rectangle(bar: Bar, left: float, y: float, scale: float) -> str:
-    """Draw one bar. Collectives and messages are thin bars at the bottom of the row, because they overlap computations."""
     _, fill, ink = FILLS[bar.kind]
     x, wide = left + bar.start * scale, max((bar.end - bar.start) * scale, 0.6)
     beside = bar.kind in ("GATHER", "REDUCE", "OFFLOAD", "FETCH", "MESSAGE")
@@ -151,7 +153,6 @@ def _rectangle(bar: Bar, left: float, y: float, scale: float) -> str:
 
 
 def _frame(bar: Bar, left: float, y: float, scale: float) -> str:
-    """Draw a frame around two computations that are overlapped."""
     wide = max(bar.frame * scale - 0.8, 0.6)
     place = f'x="{left + bar.start * scale + 0.4:.2f}" y="{y + 0.6}" width="{wide:.2f}" height="24.8" rx="2"'
     return f'<rect {place} style="fill:none;stroke:var(--ink);stroke-width:1.2"/>'
@@ -195,7 +196,6 @@ def chrome_trace(groups: Mapping[str, Timeline | Sequence[Bar]]) -> dict[str, An
 def _process(
     before: Sequence[Mapping[str, Any]], name: str, rows: Sequence[tuple[int, str, str, float, float]]
 ) -> list[dict[str, Any]]:
-    """Return the trace events of one more process: the names of its ranks, and their bars."""
     pid = len({event["pid"] for event in before})
     found: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}]
     for rank in sorted({row[0] for row in rows}):

@@ -82,7 +82,8 @@ def flops(rate: float | None) -> str:
 
 
 def _digits(value: float) -> str:
-    """Three significant digits, without an exponent for ordinary sizes and without trailing zeros after the point."""
+    """Format a number with three significant digits, without an exponent for ordinary sizes and without trailing zeros after the
+    point."""
     if value == 0:
         return "0"
     if abs(value) >= 100:
@@ -91,5 +92,5 @@ def _digits(value: float) -> str:
 
 
 def skipped(lines: int) -> str:
-    """Describe the number of lines in a log without an event."""
+    """Describe how many lines of a log hold no event."""
     return f"{lines} line{'s' * (lines > 1)} of the log without an event"

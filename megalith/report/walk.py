@@ -37,8 +37,8 @@ def _fit_words(found: Walk) -> str:
     )
     return (
         f"{plans.amount(found.parameters)} parameters x {a_parameter(request)} = {found.state / GIB:,.0f} GiB of state; {room}. "
-        "Activations, logits and buffers need memory in addition. "
-        "Each row allows one more technique, and shows the layout that needs the least memory:"
+        "Activations, logits and buffers need further memory. "
+        "Each row allows one technique more than the row above, and shows the layout that needs the least memory:"
     )
 
 
@@ -62,8 +62,8 @@ def _batch_words(found: Walk, first: Candidate) -> str:
     each = train.global_batch // data
     return (
         f"{train.global_batch:,} sequences of {train.seq_len:,} tokens are {train.global_batch * train.seq_len:,} tokens a step. "
-        f"{data:,} data rank{'s' * (data > 1)} read {each:,} each, in successive microbatches, whose gradients are added: the result "
-        f"does not depend on their size. Larger ones are faster, but need more memory (! is too much):"
+        f"{data:,} data rank{'s' * (data > 1)} read {each:,} sequences each, in microbatches whose gradients are added. The result "
+        f"does not depend on the size of microbatches. Larger microbatches are faster, but need more memory (! marks too much):"
     )
 
 

@@ -1,4 +1,5 @@
-"""Pipeline schedules as data. Pure functions make a schedule; the same `Program` is checked, executed, timed and drawn. No torch."""
+"""Pipeline schedules as data. Pure functions create schedules, and the same `Program` is verified, executed, timed and drawn. No
+torch."""
 
 from megalith.schedule.action import Action, Overlap, Row, RowEntry, Schedule
 from megalith.schedule.file import dump

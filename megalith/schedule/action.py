@@ -1,8 +1,8 @@
-"""Actions of a rank, rows of actions, and the schedule that the rows make: data only, with a text form.
+"""Actions of ranks, rows of actions, and schedules made of such rows: plain data with a text form.
 
-Stages are global numbers (0 .. stages-1), microbatches are numbers within one step. As text an action is stage, kind, microbatch:
-`0F3`, `7W0`, `1RECV_F0`, `0FETCH1`, `2GATHER` (a stage's weights belong to no microbatch), and two computations that share an entry are
-`(0F7;7B3)`.
+Stages are global numbers (0 .. stages-1), microbatches are numbers within one step. The text of an action is its stage, its kind
+and its microbatch, such as `0F3`, `7W0`, `1RECV_F0` or `0FETCH1`; `2GATHER` has no microbatch, because a stage's weights belong
+to none. Two computations that share an entry are written as `(0F7;7B3)`.
 """
 
 import re
@@ -13,11 +13,12 @@ from itertools import chain
 from typing import Literal, NamedTuple, TypeAlias, cast, get_args
 
 Computation: TypeAlias = Literal["F", "B", "I", "W"]
-"""F is a forward, B a full backward. I and W are the halves of a backward: the gradient of the stage's input, and of its weights."""
+"""F is a forward, B a full backward. I and W are the halves of a backward: I computes the gradient of the stage's input, W those
+of its weights."""
 
 Communication: TypeAlias = Literal["SEND_F", "RECV_F", "SEND_B", "RECV_B", "GATHER", "REDUCE"]
-"""Messages between stages with activations (F) or gradients (B); gathers of a stage's weights and reductions of its gradients among data
-ranks."""
+"""Messages between stages with activations (F) or gradients (B), and collectives among data ranks: gathers of a stage's weights
+and reductions of its gradients."""
 
 Transfer: TypeAlias = Literal["OFFLOAD", "FETCH"]
 """Movement of the tensors that a forward keeps for its backward: away from the device, and back."""
@@ -33,7 +34,8 @@ _TEXT = re.compile(r"(\d+)(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B|GATHER|REDUCE|OFF
 
 
 class Action(NamedTuple):  # a tuple, since large programs make and look up a million of them
-    """One action of a rank. `microbatch` is None for GATHER and REDUCE only, which move the weights or gradients of a stage.
+    """One action of a rank. Only GATHER and REDUCE have no `microbatch` (None), because they communicate the weights or gradients
+    of a stage.
 
     SEND_F and RECV_B are actions of the earlier of two neighbouring stages, RECV_F and SEND_B of the later one: the message `0SEND_F3` is
     received as `1RECV_F3`, and `1SEND_B3` as `0RECV_B3`.
@@ -49,7 +51,7 @@ class Action(NamedTuple):  # a tuple, since large programs make and look up a mi
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """An entry with two concurrent computations, so that one computes while the other communicates."""
+    """An entry with two computations that run at the same time, so that one computes while the other communicates."""
 
     first: Action
     second: Action
@@ -98,7 +100,7 @@ def number(action: Action) -> int:
 
 
 def computations(row: Row) -> Iterator[Action]:
-    """The computations of a row in order."""
+    """Return the computations of a row in order."""
     return (action for entry in row for action in parts(entry) if action.kind in COMPUTATIONS)
 
 
@@ -106,9 +108,9 @@ def computations(row: Row) -> Iterator[Action]:
 class Schedule:
     """The computations of each pipeline rank in order, and the rank of each stage. `lower` adds communication.
 
-    `rows[r]` is what pipeline rank r computes; `placement[s]` is the rank that holds stage s (any map, such as a loop or a V). In a
-    bidirectional schedule the microbatches from number `mirrored` on run through the ranks in the other direction. For these, stage s is on
-    rank `ranks - 1 - placement[s]`, so that every stage has two copies.
+    `rows[r]` is what pipeline rank r computes; `placement[s]` is the rank that holds stage s (any map, such as a loop or a V). In
+    a bidirectional schedule, the microbatches with the number `mirrored` and above run through the ranks in the other direction.
+    For these microbatches, stage s is on rank `ranks - 1 - placement[s]`, so every stage has two copies.
     """
 
     name: str
@@ -133,29 +135,30 @@ class Schedule:
         return len(self.rows)
 
     def rank_of(self, stage: int, microbatch: int) -> int:
-        """The rank that computes this microbatch of a stage."""
+        """Return the rank that computes this microbatch of a stage."""
         holder = self.placement[stage]
         return holder if self.mirrored is None or microbatch < self.mirrored else self.ranks - 1 - holder
 
     def holders(self, stage: int) -> tuple[int, ...]:
-        """The ranks that hold a copy of a stage: one, or two in a bidirectional schedule."""
+        """Return the ranks that hold a copy of a stage: one rank, or two in a bidirectional schedule."""
         holder = self.placement[stage]
         return (holder,) if self.mirrored is None else (holder, self.ranks - 1 - holder)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages pipeline rank `rank` holds, in order."""
+        """Return the stages that pipeline rank `rank` holds, in order."""
         return tuple(stage for stage in range(self.stages) if rank in self.holders(stage))
 
     @cached_property
     def crossings(self) -> tuple[bool, ...]:
-        """For each stage, True if its output goes to another rank for the next stage; False for the last."""
+        """For each stage, True if the next stage is on another rank, so that the output must be sent; False for the last stage."""
         return (*(here != there for here, there in zip(self.placement, self.placement[1:], strict=False)), False)
 
     @cached_property
     def accumulates_in_order(self) -> bool:
-        """True if every stage adds up its gradients in the order of the microbatches: such schedules all give the same bits. I computes the
-        gradients of some weights, and W the gradients of the others, so both halves must be in order, and full backwards between them too.
-        Two copies of a stage have separate sums that are added at the end, which changes the order.
+        """True if every stage adds up its gradients in the order of the microbatches. All such schedules give the same bits. I
+        completes the gradients of some weights, and W those of the others, so both I and W must be in order. Full backwards among
+        them must be in order too. Two copies of a stage have separate sums of gradients, which are added at the end in another
+        order.
         """
         if self.mirrored is not None and self.mirrored < self.microbatches:
             return False
@@ -170,23 +173,25 @@ class Schedule:
 
 
 def loop(ranks: int, chunks: int) -> tuple[int, ...]:
-    """Return the placement of stages on ranks in turn, `chunks` times: stage s on rank s % ranks."""
+    """Return the placement that deals stages to the ranks in turn, `chunks` times: stage s is on rank s % ranks."""
     return tuple(range(ranks)) * chunks
 
 
 def v_shape(ranks: int) -> tuple[int, ...]:
-    """The placement down the ranks and up again: rank r holds stages r and 2 * ranks - 1 - r, so the last stage meets the first."""
+    """Return the placement down the ranks and up again. Rank r holds stages r and 2 * ranks - 1 - r, so the first and the last
+    stage are on the same rank."""
     return (*range(ranks), *reversed(range(ranks)))
 
 
 def steps(kind: Computation, stages: tuple[int, ...], microbatches: range) -> Row:
-    """Return one kind of computation for each stage in turn, over all microbatches of the stage."""
+    """Return computations of one kind: for each stage in turn, those of all microbatches."""
     return tuple(chain.from_iterable((Action(kind, stage, i) for i in microbatches) for stage in stages))
 
 
 def renamed(row: Row, name: Callable[[Action], Action | None]) -> Row:
-    """Rename every action of a row, or remove it where `name` returns None; the other half of an overlap then remains alone. A schedule
-    stays valid when all actions of a microbatch are removed, because no microbatch waits for another one.
+    """Replace every action of a row by `name` of the action, or remove the action if `name` returns None; of an overlap, the
+    other half then remains alone. A schedule stays valid when all actions of a microbatch are removed, because no microbatch
+    waits for another one.
     """
     found: list[RowEntry] = []
     for entry in row:

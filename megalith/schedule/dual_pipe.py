@@ -1,11 +1,12 @@
 """DualPipe (DeepSeek-V3, arXiv:2412.19437, section 3.2.1) and its half, DualPipeV: schedules in which forwards and backwards overlap.
 
-In an entry `(F;B)` a forward of one microbatch and a backward of another run together, so that each computes while the other exchanges its
-experts' tokens. The order of steps is the published one (github.com/deepseek-ai/DualPipe; DualPipeV is Sea AI Lab's "cut in half"). Take p
-stages in the pipeline, and at least p microbatches in each direction (DualPipe) or in all (DualPipeV). Before the last rank ends, a rank
-idles at most (p/2 - 1) * (F&B + B - 3 W), where F&B is the time of an overlapped entry, and it holds the activations of at most p + 1
-stages. The idle time is exact if F = I >= W and B <= F&B <= F + B. Inside a rank's own span it is shorter by (p/2 - 2) * (F + B - F&B), or
-by nothing if p = 2. Fewer microbatches run in the order of a full pipeline, without the missing ones.
+In an entry `(F;B)` a forward of one microbatch and a backward of another run together, so that each computes while the other
+exchanges its experts' tokens. The order of steps is the published one (github.com/deepseek-ai/DualPipe; DualPipeV is Sea AI Lab's
+"cut in half"). These numbers assume p stages in the pipeline, and at least p microbatches: in each direction (DualPipe), or in
+total (DualPipeV). A rank idles at most (p/2 - 1) * (F&B + B - 3 W) before the last rank ends, where F&B is the time of an
+overlapped entry, and it holds the activations of at most p + 1 stages. The idle times are exact if F = I >= W and B <= F&B <= F +
+B. Inside a rank's own span, its idle time is shorter by (p/2 - 2) * (F + B - F&B), or by nothing if p = 2. With fewer
+microbatches, the order is that of a full pipeline without the missing microbatches.
 """
 
 from collections import Counter, deque
@@ -14,8 +15,9 @@ from megalith.schedule.action import Action, Computation, Overlap, Row, RowEntry
 
 
 def dualpipev(ranks: int, microbatches: int) -> Schedule:
-    """Two stages a rank in a V, as in ZB-V, and a steady state of overlapped entries. In its bubble and memory, p is the number of stages,
-    2 * ranks. It equals DualPipe on half the ranks, but holds no weights twice.
+    """Build a schedule with two stages a rank in a V, as in ZB-V, and a steady state of overlapped entries. In the formulas for
+    its bubble and memory, p is the number of stages, 2 * ranks. DualPipeV equals DualPipe on half the ranks, but keeps no weights
+    twice.
     """
     full = max(microbatches, 2 * ranks)
 
@@ -26,10 +28,12 @@ def dualpipev(ranks: int, microbatches: int) -> Schedule:
 
 
 def dualpipe(ranks: int, microbatches: int) -> Schedule:
-    """Two pipelines through the same ranks in opposite directions; every stage has a copy on the rank that mirrors its own.
+    """Build two pipelines through the same ranks in opposite directions. Every stage has a copy on the rank that mirrors its own
+    rank.
 
-    In its bubble and memory, p is the number of ranks, which is even. The first half of the microbatches (the larger half, if their number
-    is odd) runs in one direction. Rank r and its mirror have the actions of rank min(r, ranks - 1 - r) of a DualPipeV on half the ranks.
+    In the formulas for its bubble and memory, p is the number of ranks, which is even. The first half of the microbatches (the
+    larger half, if their number is odd) runs in one direction. Rank r and its mirror rank have the actions of rank min(r, ranks -
+    1 - r) of a DualPipeV on half the ranks.
     """
     assert ranks % 2 == 0, ranks
     mirrored = (microbatches + 1) // 2
@@ -48,7 +52,6 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
 
 
 def _row(rank: int, ranks: int, microbatches: int) -> Row:
-    """Return the row of rank `rank` of DualPipeV, for at least 2 * ranks microbatches; `down` and `up` are the rank's two stages."""
     down, up = rank, 2 * ranks - 1 - rank
     after, before = ranks - 1 - rank, rank + 1
     row = _Row()
@@ -82,7 +85,7 @@ def _row(rank: int, ranks: int, microbatches: int) -> Row:
 
 
 class _Row:
-    """A row being written, with a count of the microbatches of each stage and a list of the W that must still follow."""
+    """A row that is being written, with the number of microbatches of each stage and a list of each W that must still follow."""
 
     def __init__(self) -> None:
         self.entries: list[RowEntry] = []
@@ -90,15 +93,14 @@ class _Row:
         self._done: Counter[tuple[bool, int]] = Counter()
 
     def add(self, kind: Computation, stage: int) -> None:
-        """Add the next microbatch of F, B or I. After an I, the W of its microbatch must follow."""
+        """Add the next microbatch of F, B or I. After an I, its W must follow later."""
         self.entries.append(self._next(kind, stage))
 
     def overlap(self, forward: int, backward: int) -> None:
-        """Add an overlap: the next forward of one stage with the next backward of the other."""
+        """Add an overlap of the next forward of one stage with the next backward of the other stage."""
         self.entries.append(Overlap(self._next("F", forward), self._next("B", backward)))
 
     def weights(self) -> None:
-        """Add the oldest W that must still follow."""
         self.entries.append(self.owed.popleft())
 
     def _next(self, kind: Computation, stage: int) -> Action:

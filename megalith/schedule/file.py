@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from megalith.schedule.action import COMPUTATIONS, Row, RowEntry, Schedule, format_row, parse, parts
 
 NUMBERS = ("stages", "microbatches", "mirrored")
-"""Keys of the header whose value is one number; `placement` has a number for each stage."""
+"""Keys of the file's header that have one number as value; `placement` has a number for each stage."""
 
 _ROW = re.compile(r"rank\s+(\d+)\s*:(.*)")
 
@@ -50,7 +50,7 @@ def read(text: str) -> Schedule:
 
 @dataclass
 class _Draft:
-    """State of a reader: the values read from a file so far, and the problems."""
+    """The reader's findings so far: the values read from a file, and the problems."""
 
     name: str = "file"
     numbers: dict[str, int] = field(default_factory=dict)
@@ -63,7 +63,6 @@ class _Draft:
         return self.numbers.get("mirrored")
 
     def take(self, number: int, line: str) -> None:
-        """Read one line."""
         if not line or line.startswith("#"):
             return
         if row := _ROW.fullmatch(line):
@@ -77,7 +76,7 @@ class _Draft:
         elif key == "placement" and all(word.isdecimal() for word in value.split()):
             self.placement = tuple(map(int, value.split()))
         elif equals and key in ("name", "placement", *NUMBERS):
-            wanted = {"name": "a name", "placement": "a rank for each stage, such as 0 1 2 3"}.get(key, "a number of 0 or more")
+            wanted = {"name": "a name", "placement": "one rank for each stage, such as 0 1 2 3"}.get(key, "a number of 0 or more")
             self.faults.append(f"line {number}: {key} = {value!r}. Write {wanted}.")
         else:
             keys = ", ".join(f'"{key} = "' for key in ("name", "placement", *NUMBERS))
@@ -100,7 +99,6 @@ class _Draft:
 
 
 def _misfits(draft: _Draft) -> Iterator[str]:
-    """Yield the contradictions between lines that are valid by themselves."""
     ranks = len(draft.rows)
     numbers: Mapping[str, int] = draft.numbers
     missing = [key for key in ("stages", "microbatches") if key not in numbers]

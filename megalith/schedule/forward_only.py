@@ -6,7 +6,8 @@ from megalith.schedule.action import Row, Schedule, computations, number, steps
 
 
 def forward_only(like: Schedule, microbatches: int) -> Schedule:
-    """Return a schedule with the placement of `like`. Each rank runs all microbatches through its first stage, then through its next one.
+    """Return a schedule of forwards with the stages placed as in `like`. Each rank runs all microbatches through its first stage,
+    then through its second stage, and so on.
 
     Both directions of a bidirectional schedule are used: the first half of the microbatches runs in one direction, the rest in the other.
     """

@@ -6,10 +6,10 @@ from megalith.schedule.action import Action, Computation, Row, Schedule, loop
 
 
 def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
-    """1F1B in which each rank holds `chunks` stages, dealt in turn; microbatches go through the stages in rounds. A round takes its
-    microbatches through one chunk, then the next. Rounds are as equal as possible and never smaller than `ranks` (unless there are fewer
-    microbatches), so that the pipeline stays full between chunks. Any number of microbatches is possible; with a multiple of `ranks` the
-    order is the paper's.
+    """Build 1F1B in which each rank holds `chunks` stages, dealt to the ranks in turn. Microbatches pass through the stages in
+    rounds. A round takes its microbatches through one chunk, then through the next chunk. Rounds are as equal as possible and
+    never smaller than `ranks` (unless there are fewer microbatches), so that the pipeline stays full between chunks. Any number
+    of microbatches is possible; with a multiple of `ranks` the order is the paper's.
     """
     sizes = rounds(ranks, microbatches)
 
@@ -26,14 +26,14 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
 
 
 def rounds(ranks: int, microbatches: int) -> list[int]:
-    """Sizes of the rounds: as many rounds as possible with at least `ranks` microbatches each, larger rounds first."""
+    """Return the sizes of the rounds. There are as many rounds as possible with at least `ranks` microbatches each, and larger
+    rounds come first."""
     count = max(1, microbatches // ranks)
     size, larger = divmod(microbatches, count)
     return [size + (i < larger) for i in range(count)]
 
 
 def _order(kind: Computation, sizes: list[int], stages: list[int]) -> Row:
-    """Return the computations of one kind in order: by round, then by stage, then by microbatch."""
     row: list[Action] = []
     first = 0
     for size in sizes:

@@ -9,18 +9,19 @@ from typing import Literal, NamedTuple
 from megalith.schedule.action import Action, Kind, Row, RowEntry, Schedule, computations, parts
 
 BACKWARDS: frozenset[str] = frozenset({"B", "I"})
-"""Computations that take and return a gradient; W is not one: it uses only tensors that I kept."""
+"""Computations that take and return a gradient. W is not one of them: it uses only tensors that I kept."""
 
 WEIGHT_GRADIENTS: frozenset[str] = frozenset({"B", "W"})
 """Computations after which a stage's weight gradients of one microbatch are complete."""
 
 WEIGHT_USERS: frozenset[str] = frozenset({"F", "B", "I"})
-"""Computations that read the weights; W is not one: it multiplies activations by gradients."""
+"""Computations that read the weights. W is not one of them: it multiplies activations by gradients."""
 
 
 class Channel(NamedTuple):
-    """One ordered sequence of messages between two ranks, kept apart from others by a tag (gloo) or a communicator (NCCL). With one common
-    order, the two directions of a pair of ranks, or activations and gradients, would wait for each other."""
+    """An ordered sequence of messages from one rank to another, separated from other messages by a tag (gloo) or a communicator
+    (NCCL). If all messages of two ranks had one common order, the two directions, or activations and gradients, would wait for
+    each other."""
 
     source: int
     destination: int
@@ -33,14 +34,15 @@ class Program:
 
     `rows[r]` holds the entries of pipeline rank r in order.
 
-    Sends and receives start at their place in the row and do not block: the computation that uses a receive waits for it (F for
-    activations, B or I for gradients), and the end of the step waits for sends. Stages on the same rank pass tensors without messages. A
-    GATHER makes a stage's weights whole until the end of its next computation (ZeRO 3) or of the step (ZeRO 1, 2). A REDUCE belongs to the
-    backward just before it (B, or W if the backward is split) and covers all gradients that are not yet reduced. In the stages `retained`,
-    tensors that a forward keeps for its backward leave the device. An OFFLOAD follows the forward and ends the transfer of one microbatch.
-    A FETCH begins the transfer back, before the computation that precedes the backward (B or I). In a bidirectional schedule both copies of
-    a stage take part in its collectives. The two ranks run their two stages in opposite orders, so every rank gathers its stages at the
-    beginning and reduces them at the end, in ascending order.
+    Sends and receives start at their position in the row and do not block. The computation that uses a received tensor waits for
+    its receive (F for activations, B or I for gradients), and the end of the step waits for all sends. Stages on the same rank
+    pass tensors without messages. A GATHER makes a stage's weights whole until the end of its next computation (ZeRO 3) or of the
+    step (ZeRO 1, 2). A REDUCE belongs to the backward just before it (B, or W if the backward is split) and covers all gradients
+    that are not yet reduced. In the stages `retained`, the tensors that a forward keeps for its backward are moved off the
+    device. An OFFLOAD follows the forward, and ends the move of one microbatch's tensors. A FETCH begins the move back, one
+    computation before the backward (B or I). In a bidirectional schedule both copies of a stage take part in its collectives. The
+    two ranks of such a pair run their two stages in opposite orders, so every rank gathers its stages at the beginning of the row
+    and reduces them at the end, in ascending order.
     """
 
     schedule: Schedule
@@ -65,7 +67,7 @@ class Program:
 
     @property
     def placement(self) -> tuple[int, ...]:
-        """Stage -> pipeline rank, for microbatches that are not mirrored."""
+        """The pipeline rank of each stage, for microbatches that are not mirrored."""
         return self.schedule.placement
 
     def channel(self, message: Action) -> Channel:
@@ -73,7 +75,7 @@ class Program:
         return channel_of(message, self.schedule)
 
     def peer(self, message: Action) -> int:
-        """The rank at the other end of a send or receive."""
+        """Return the rank at the other end of a send or receive."""
         channel = self.channel(message)
         return channel.destination if message.kind.startswith("SEND") else channel.source
 
@@ -81,7 +83,8 @@ class Program:
 PARTNERS: Mapping[Kind, tuple[Kind, int]] = MappingProxyType(
     {"SEND_F": ("RECV_F", +1), "RECV_F": ("SEND_F", -1), "SEND_B": ("RECV_B", -1), "RECV_B": ("SEND_B", +1)}
 )
-"""The kind of each message's partner, and the distance to it in stages."""
+"""For each kind of message: the kind of the matching message at the other end, and that message's stage relative to this one's.
+"""
 
 
 def partner(message: Action) -> Action:
@@ -100,7 +103,7 @@ def channel_of(message: Action, schedule: Schedule) -> Channel:
 
 
 def needs(action: Action, schedule: Schedule) -> Action | None:
-    """Return the receive that a computation waits for, if another rank computes its input."""
+    """Return the receive for which a computation waits, if another rank computes its input; else None."""
     kind, stage, microbatch = action
     if kind == "F" and stage > 0 and schedule.crossings[stage - 1]:
         return Action("RECV_F", stage, microbatch)
@@ -110,7 +113,7 @@ def needs(action: Action, schedule: Schedule) -> Action | None:
 
 
 def gives(action: Action, schedule: Schedule) -> Action | None:
-    """Return the send that carries a computation's result to another rank, if another rank needs it."""
+    """Return the send that carries a computation's result to another rank, if another rank needs the result; else None."""
     kind, stage, microbatch = action
     if kind == "F" and schedule.crossings[stage]:
         return Action("SEND_F", stage, microbatch)
@@ -120,11 +123,12 @@ def gives(action: Action, schedule: Schedule) -> Action | None:
 
 
 def lower(schedule: Schedule, zero: int, *, ahead: int = 1, retained: Collection[int] = ()) -> Program:
-    """Return the program of a schedule under a ZeRO stage. A receive starts `ahead` computations before the one that uses it, so that the
-    transfer overlaps them. Starting early is safe: a receive does not block, and each channel's receives are in the order of its sends.
-    ZeRO 0: one REDUCE per stage, after its last backward. 1: also one GATHER, before its first use. 2: a REDUCE after each backward. 3:
-    also a GATHER before each F and B (or I). `retained`: stages whose forwards are followed by an OFFLOAD, and whose backwards are preceded
-    by a FETCH, which starts like a receive. Raises ValueError if `zero` is not 0 to 3, or if it is 2 or 3 with a bidirectional schedule.
+    """Return the program of a schedule under a ZeRO stage. A receive starts `ahead` computations before the computation that uses
+    it, so that the transfer overlaps these computations. An early start is safe, because a receive does not block, and each
+    channel's receives are in the order of its sends. ZeRO 0: one REDUCE per stage, after its last backward. 1: also one GATHER,
+    before its first use. 2: a REDUCE after each backward. 3: also a GATHER before each F and B (or I). `retained`: stages whose
+    forwards are followed by an OFFLOAD, and whose backwards are preceded by a FETCH, which starts like a receive. Raises
+    ValueError if `zero` is not 0 to 3, or if it is 2 or 3 with a bidirectional schedule.
     """
     if zero not in (0, 1, 2, 3):
         raise ValueError(f"zero = {zero} is not a ZeRO stage. Use 0, 1, 2 or 3.")
@@ -151,8 +155,8 @@ def lower(schedule: Schedule, zero: int, *, ahead: int = 1, retained: Collection
 
 
 def ends(schedule: Schedule, rank: int, zero: int) -> tuple[Row, Row]:
-    """Return the gathers at the beginning of a rank's row in a bidirectional schedule, and the reductions at its end (if it has
-    backwards)."""
+    """Return the gathers at the beginning and the reductions at the end of a rank's row in a bidirectional schedule. A row
+    without backwards has no reductions."""
     stages = schedule.stages_of(rank)
     trains = any(action.kind in WEIGHT_GRADIENTS for row in schedule.rows for action in computations(row))
     gathers = tuple(Action("GATHER", stage) for stage in stages if zero > 0)
@@ -172,8 +176,8 @@ def _arrivals(schedule: Schedule) -> Mapping[Channel, list[Action]]:
 def _receives(
     row: Row, schedule: Schedule, arrivals: Mapping[Channel, list[Action]], turns: Mapping[Action, int], ahead: int
 ) -> Mapping[int, list[Action]]:
-    """Return the receives to start before each entry of a row: the receive that is needed `ahead` entries later, and all earlier receives
-    of its channel."""
+    """Return the receives to start before each entry of a row. Before an entry start the receive that is needed `ahead` entries
+    later, and all earlier receives of its channel."""
     started: Counter[Channel] = Counter()
     found: defaultdict[int, list[Action]] = defaultdict(list)
     for i, entry in enumerate(row):
@@ -188,12 +192,12 @@ def _receives(
 
 
 def _offloads(entry: RowEntry, retained: Collection[int]) -> Iterator[Action]:
-    """Yield the offloads that follow an entry."""
     return (action._replace(kind="OFFLOAD") for action in parts(entry) if action.kind == "F" and action.stage in retained)
 
 
 def _fetches(row: Row, retained: Collection[int], ahead: int) -> Mapping[int, list[Action]]:
-    """Return the fetches to start before each entry of a row: each comes `ahead` entries before its backward, but after its forward."""
+    """Return the fetches to start before each entry of a row. Each fetch starts `ahead` entries before its backward, but not
+    before its forward."""
     found: defaultdict[int, list[Action]] = defaultdict(list)
     made: dict[tuple[int, int | None], int] = {}
     for i, entry in enumerate(row):
@@ -206,12 +210,10 @@ def _fetches(row: Row, retained: Collection[int], ahead: int) -> Mapping[int, li
 
 
 def _users(row: Row, kinds: frozenset[str]) -> Iterator[tuple[int, int]]:
-    """Yield (entry, stage) for every computation of these kinds."""
     return ((i, action.stage) for i, entry in enumerate(row) for action in parts(entry) if action.kind in kinds)
 
 
 def _placed(kind: Kind, places: Iterable[tuple[int, int]]) -> Mapping[int, list[Action]]:
-    """Return collectives of a kind by entry; an entry has at most one for each stage."""
     found: defaultdict[int, list[Action]] = defaultdict(list)
     for i, stage in dict.fromkeys(places):
         found[i].append(Action(kind, stage))
@@ -219,7 +221,6 @@ def _placed(kind: Kind, places: Iterable[tuple[int, int]]) -> Mapping[int, list[
 
 
 def _gathers(row: Row, zero: int) -> Mapping[int, list[Action]]:
-    """Return the gathers before each entry of a row."""
     if zero == 0:
         return _placed("GATHER", ())
     uses = list(_users(row, WEIGHT_USERS))
@@ -230,7 +231,6 @@ def _gathers(row: Row, zero: int) -> Mapping[int, list[Action]]:
 
 
 def _reduces(row: Row, zero: int) -> Mapping[int, list[Action]]:
-    """Return the reductions after each entry of a row."""
     made = list(_users(row, WEIGHT_GRADIENTS))
     if zero >= 2:
         return _placed("REDUCE", made)

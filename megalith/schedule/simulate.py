@@ -1,4 +1,5 @@
-"""Simulate a program, given the cost of each action: predict the timeline, the bubble, and the memory of microbatches in flight."""
+"""Simulate a program, given the cost of each action, to predict the timeline, the bubble, and the memory of microbatches in
+flight."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -57,7 +58,7 @@ class Timeline:
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """Seconds that each rank idles before the step ends."""
+        """Seconds for which each rank idles before the step ends."""
         return tuple(self.end - busy for busy in self.busy)
 
     @property
@@ -68,7 +69,7 @@ class Timeline:
 
     @cached_property
     def gaps(self) -> tuple[float, ...]:
-        """Seconds that each rank idles between the start of its first computation and the end of its last one."""
+        """Seconds for which each rank idles between the start of its first computation and the end of its last one."""
         first, last = [self.end] * self.ranks, [0.0] * self.ranks
         for span in self.spans:
             if _computes(span.action):
@@ -78,8 +79,9 @@ class Timeline:
 
     @property
     def bubble_seconds(self) -> float:
-        """The bubble as papers count it: the longest idle time of a rank inside its own span. If each rank starts its next step when its
-        own part of this one ends, a step takes this much longer than its work. `idle` also counts the time until the last rank ends."""
+        """The bubble as papers define it: the longest idle time of any rank between its own first and last computation. If each
+        rank starts its next step when its own part of the current step ends, a step takes longer than its work by this bubble.
+        `idle` also counts the time until the last rank ends."""
         return max(self.gaps, default=0.0)
 
     @cached_property
@@ -100,7 +102,7 @@ def _computes(entry: RowEntry) -> bool:
 
 
 class Wait(NamedTuple):
-    """Rank `rank` cannot start `entry`: it needs `missing` from rank `on`."""
+    """A wait: rank `rank` cannot start `entry`, because it needs `missing` from rank `on`."""
 
     rank: int
     entry: RowEntry
@@ -109,11 +111,12 @@ class Wait(NamedTuple):
 
 
 def simulate(program: Program, seconds: Seconds, transfer: float | Callable[[Action], float] = 0.0) -> Timeline:
-    """Return the timeline of a program. `seconds`: the time of an action by kind (defaults: 0 for collectives and transfers, the sum of the
-    two computations for OVERLAP), or a function of the action or overlap. `transfer`: the time of a message once both ends are ready;
-    messages of one channel are sequential. A GATHER delays its stage's next computation, so give only its exposed time; a REDUCE overlaps
-    later computations. OFFLOADs of a rank are sequential, and so are FETCHes. Both overlap computations, but a backward waits for its
-    FETCH. Raises ValueError if the program cannot run to its end.
+    """Return the timeline of a program. `seconds`: the time of an action by kind (defaults: 0 for collectives and transfers, the
+    sum of the two computations for OVERLAP), or a function of the action or overlap. `transfer`: the time of a message once both
+    ends are ready; messages of one channel are sequential. A GATHER delays its stage's next computation, so `seconds` must give
+    only its exposed time; a REDUCE overlaps later computations. The OFFLOADs of a rank follow each other, and so do its FETCHes.
+    OFFLOADs and FETCHes overlap computations, but a backward waits for its FETCH. Raises ValueError if the program cannot run to
+    its end.
     """
     machine = _Machine(program, _cost(seconds), transfer if callable(transfer) else lambda _: transfer)
     if waits := machine.run():
@@ -132,22 +135,24 @@ def explain(wait: Wait) -> str:
 
 
 def activations(schedule: Schedule, saved: Sequence[float], waiting: Sequence[float] | None = None) -> list[float]:
-    """Return the peak memory that each rank keeps for backward, in the unit of `saved` (bytes, or any other). `saved[stage]`: the memory of
-    one microbatch on a stage, which F allocates and B frees. With a split backward, I frees all but `waiting[stage]` (inputs of the matrix
-    products and gradients of their outputs), which W frees. By default, W frees everything, as in the memory tables of the zero-bubble
-    papers.
+    """Return the peak memory that each rank keeps for backward, in the unit of `saved` (bytes, or any other). `saved[stage]`: the
+    memory of one microbatch on a stage, which F allocates and B frees. With a split backward, I frees all of this memory except
+    `waiting[stage]` (inputs of the matrix products and gradients of their outputs), which W frees. By default, W frees
+    everything, as in the memory tables of the zero-bubble papers.
     """
     kept = saved if waiting is None else waiting
     return [max(accumulate(_held(row, saved, kept)), default=0) for row in schedule.rows]
 
 
 def in_flight(schedule: Schedule) -> list[int]:
-    """Peak number of microbatches each rank holds between forward and backward; a microbatch counts once for each of the rank's chunks."""
+    """Return the largest number of microbatches that each rank holds between forward and backward. A microbatch counts once for
+    each of the rank's chunks."""
     return [int(peak) for peak in activations(schedule, [1] * schedule.stages)]
 
 
 def _held(row: Row, saved: Sequence[float], waiting: Sequence[float]) -> list[float]:
-    """Return the memory that each computation of a row adds; in an overlap, allocations come before frees."""
+    """Return the memory that each computation of a row adds (negative if it frees memory). In an overlap, memory is allocated
+    before any is freed."""
 
     def change(action: Action) -> float:
         stage = action.stage
@@ -160,7 +165,7 @@ def _held(row: Row, saved: Sequence[float], waiting: Sequence[float]) -> list[fl
 
 
 def _cost(seconds: Seconds) -> Callable[[RowEntry], float]:
-    """Return `seconds` as a function. A computation without an entry is an error."""
+    """Return `seconds` as a function. A computation that has no time in the table is an error."""
     if callable(seconds):
         return seconds
     table = seconds
@@ -210,7 +215,6 @@ class _Machine:
         self.woken: list[int] = []  # ranks whose wait has just ended
 
     def run(self) -> list[Wait]:
-        """Run to the end, or until no rank can continue; return the waits at that time."""
         able = deque(range(self.program.ranks))
         while able:
             rank = able.popleft()
@@ -221,7 +225,6 @@ class _Machine:
         return sorted(self.waits.values())
 
     def _advance(self, rank: int) -> Wait | None:
-        """Run a rank as far as possible; return its wait, or None at the end of its row."""
         row = self.program.rows[rank]
         for at in range(self.at[rank], len(row)):
             if wait := self._start(rank, row[at]):
@@ -231,7 +234,6 @@ class _Machine:
         return None
 
     def _start(self, rank: int, entry: RowEntry) -> Wait | None:
-        """Run the rank's next entry, or return its wait."""
         if isinstance(entry, Action) and entry.kind in MESSAGES:
             self._message(entry, self.clock[rank])
             return None
@@ -257,7 +259,6 @@ class _Machine:
         return None
 
     def _inputs(self, action: Action) -> list[Action]:
-        """Return the inputs of a computation: a receive from another rank, or computations of the same rank."""
         kind, stage, i = action
         if kind == "W":
             return [Action("I", stage, i)]
@@ -299,7 +300,7 @@ class _Machine:
             self.spans.append(Span(rank, action, begin, end))
 
     def _transfer(self, rank: int, action: Action) -> None:
-        """Transfer the saved tensors of a microbatch. Tensors that are fetched must have been offloaded."""
+        """Transfer the saved tensors of a microbatch. Tensors must have been offloaded before they are fetched."""
         begin = max(self.clock[rank], self.links[rank, action.kind], self.moved.get(action._replace(kind="OFFLOAD"), 0.0))
         end = self.links[rank, action.kind] = self.moved[action] = begin + self.cost(action)
         if end > begin:

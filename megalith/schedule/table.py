@@ -1,4 +1,4 @@
-"""The table of schedules that a plan can name, with their traits, and checks of whether a schedule can be built."""
+"""The table of schedules that a plan can name, with their properties, and the checks of whether a schedule can be built."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,45 +18,44 @@ from megalith.schedule.zero_bubble import zb_h1, zb_h2
 from megalith.schedule.zero_bubble_v import zb_v
 
 Builder: TypeAlias = Callable[[int, int, int], Schedule]
-"""(ranks, microbatches, chunks) -> schedule"""
+"""Function from (ranks, microbatches, chunks) to a schedule"""
 
 Count: TypeAlias = Callable[[int, int], int]
-"""(ranks, microbatches) -> a number of microbatches"""
+"""Function from (ranks, microbatches) to a number of microbatches"""
 
 Idle: TypeAlias = Callable[[int, int, int, float], float | None]
-"""(ranks, microbatches, chunks, backward) -> idle time of a rank in a step"""
+"""Function from (ranks, microbatches, chunks, backward) to the idle time of a rank in a step"""
 
 FILE = "file:"
 """Prefix of the name of a schedule from a file."""
 
 
 def _fixed(schedule: Callable[[int, int], Schedule]) -> Builder:
-    """Return a builder for a schedule with a fixed number of chunks."""
     return lambda ranks, microbatches, _: schedule(ranks, microbatches)
 
 
 def _every(ranks: int, microbatches: int) -> int:
-    """Return all microbatches."""
     return microbatches
 
 
 def _one_a_rank(ranks: int, microbatches: int) -> int:
-    """Return one microbatch for each rank."""
     return min(ranks, microbatches)
 
 
 def _two_rounds(ranks: int, microbatches: int) -> int:
-    """Return the microbatches of two rounds. After these, each microbatch that starts replaces one that has ended."""
+    """Return the number of microbatches in two rounds. After these, each microbatch that starts replaces one that has ended."""
     return min(microbatches, 2 * ranks)
 
 
 def _two_rounds_both_ways(ranks: int, microbatches: int) -> int:
-    """Return the microbatches of two rounds, plus one if their number is odd, because one direction then has one more."""
+    """Return the number of microbatches in two rounds. If the number of all microbatches is odd, one is added, because one
+    direction then has one more."""
     return min(microbatches, 2 * ranks + microbatches % 2)
 
 
 def _uneven_rounds(ranks: int, microbatches: int) -> int:
-    """Return the smallest number of microbatches for which the first two rounds have the same sizes; they decide how many are in flight."""
+    """Return the smallest number of microbatches for which the first two rounds have the same sizes as for all microbatches. The
+    first two rounds decide how many microbatches are in flight."""
     if microbatches % ranks == 0:
         return _two_rounds(ranks, microbatches)
     first = rounds(ranks, microbatches)[:2]
@@ -68,9 +67,9 @@ class Chunks(NamedTuple):
 
     least: int
     usual: int
-    """The number that pictures, drawn combinations and the planner use."""
+    """The number of stages a rank in pictures, drawn combinations and the planner's search."""
     most: int | None
-    """None: any number."""
+    """The largest number; None: no limit."""
 
     def nearest(self, wanted: int) -> int:
         """Return the allowed number of stages that is nearest to `wanted`."""
@@ -82,11 +81,11 @@ ONE, TWO = Chunks(1, 1, 1), Chunks(2, 2, 2)
 
 @dataclass(frozen=True)
 class Kind:
-    """One schedule and its traits: a row of the table."""
+    """A schedule with its properties: a row of the table."""
 
     build: Builder
     title: str
-    """The name for people."""
+    """The schedule's name in texts for people."""
     chunks: Chunks = ONE
     splits_backward: bool = False
     """Weight gradients are computed separately from input gradients, to fill the bubble."""
@@ -95,47 +94,51 @@ class Kind:
     hides_exchange: bool = False
     """Ranks compute on one microbatch while the tokens of another are dispatched to their experts."""
     searched: bool = False
-    """The planner tries this schedule besides 1F1B and interleaved 1F1B; if it `hides_exchange`, only for models with experts."""
+    """The planner tries this schedule besides 1F1B and interleaved 1F1B. If the schedule `hides_exchange`, the planner tries it
+    only for models with experts."""
     instead: str | None = None
-    """The schedule to use instead if the gain of this one does not justify its memory."""
+    """The name of the schedule to use instead if this one's gain does not justify its memory."""
     needs_post_validation: bool = False
     """The schedule fills the bubble only if the next step may begin before the global norm is known."""
     in_flight: Count = _every
     """Approximately the largest number of microbatches that a rank keeps for backward."""
     representative: Count = _every
-    """The smallest number of microbatches with the same peak in flight and the same idle time as the full number."""
+    """The smallest number of microbatches that has the same peak of microbatches in flight and the same idle time as the full
+    number."""
     idle: Idle | None = None
-    """A closed form of a rank's idle time, in units of one microbatch's forward. `backward` is in the same unit; its two halves, and all
-    stages, are assumed to be equal. The function returns None where it does not hold; such programs are simulated."""
+    """A closed form of a rank's idle time, in units of one microbatch's forward. `backward` is in the same unit; its two halves,
+    and all stages, are assumed to be equal. The function returns None if the formula does not hold; such programs are simulated.
+    """
     fills_and_drains: bool = False
-    """A rank idles while one microbatch passes through a chunk of every other rank, for any number of microbatches and any times (Narayanan
-    et al. 2021), so the time of a step needs no simulation."""
+    """Each rank idles just as long as one microbatch takes through a chunk of every other rank, for any number of microbatches
+    and any times (Narayanan et al. 2021). The time of a step therefore needs no simulation."""
 
 
 def _filling(ranks: int, microbatches: int, chunks: int, backward: float) -> float:
-    """Narayanan et al. 2021, arXiv:2104.04473: (ranks - 1) / chunks for the forwards and again for the backwards; more if there are too few
-    microbatches to keep a rank busy between its chunks."""
+    """Idle time after Narayanan et al. 2021, arXiv:2104.04473: (ranks - 1) / chunks for the forwards and as many backwards. The
+    idle time is longer if there are too few microbatches to keep a rank busy between its chunks."""
     waiting = chunks * max(0, ranks - microbatches) + min(ranks, microbatches) - 1
     return waiting * (1 + backward) / chunks
 
 
 def _zb_h1_idle(ranks: int, microbatches: int, chunks: int, backward: float) -> float | None:
-    """Qi et al. 2023, arXiv:2401.10241."""
+    """Idle time of ZB-H1 after Qi et al. 2023, arXiv:2401.10241."""
     return (ranks - 1) * max(1.0, backward / 2) if microbatches >= ranks else None
 
 
 def _zb_v_idle(ranks: int, microbatches: int, chunks: int, backward: float) -> float | None:
-    """Qi et al. 2024, arXiv:2405.15362."""
+    """Idle time of ZB-V after Qi et al. 2024, arXiv:2405.15362."""
     return (ranks - 1) * backward / 4 if microbatches >= 2 * ranks and backward >= 2 else None
 
 
 def _dualpipev_idle(ranks: int, microbatches: int, chunks: int, backward: float) -> float | None:
-    """DeepSeek-AI's DualPipe repository; Sea AI Lab, "cut in half"."""
+    """Idle time of DualPipeV after DeepSeek-AI's DualPipe repository and Sea AI Lab's "cut in half"."""
     return ranks - 1.0 if microbatches >= 2 * ranks and backward == 2 else None
 
 
 def _dualpipe_idle(ranks: int, microbatches: int, chunks: int, backward: float) -> float | None:
-    """DeepSeek-AI 2024, arXiv:2412.19437, table 2; with an odd number of microbatches, one direction has one more."""
+    """Idle time of DualPipe after DeepSeek-AI 2024, arXiv:2412.19437, table 2. With an odd number of microbatches, one direction
+    has one microbatch more."""
     return ranks - 2.0 + 3 * (microbatches % 2) if microbatches >= 2 * ranks and backward == 2 else None
 
 
@@ -169,16 +172,17 @@ SCHEDULES: dict[str, Kind] = {
         instead="dualpipev", in_flight=_one_a_rank, representative=_two_rounds_both_ways, idle=_dualpipe_idle,
     ),
 }  # fmt: skip
-"""Name in a plan -> the schedule. Under DualPipe a rank holds one of the plan's stages and a copy of another."""
+"""The schedules by their name in a plan. Under DualPipe a rank holds one of the plan's stages and a copy of another."""
 
 
 def kind(name: str) -> Kind:
-    """Return the row of a schedule. A schedule from a file has no traits, and is taken to have as many microbatches in flight as ranks."""
+    """Return the row of a schedule. A schedule from a file has only default properties, and is assumed to have as many
+    microbatches in flight as ranks."""
     return SCHEDULES.get(name) or Kind(lambda *_: load(name), name, Chunks(1, 1, None), in_flight=_one_a_rank)
 
 
 def interleaving(chunks: int) -> str:
-    """Return the name of 1F1B with this number of stages a rank: the baseline for other schedules."""
+    """Return the name of the schedule 1F1B with this number of stages a rank, with which other schedules are compared."""
     return "1f1b" if chunks == 1 else "interleaved"
 
 
@@ -196,7 +200,7 @@ class ScheduleProblem(NamedTuple):
 
 def schedule_problems(name: str, *, ranks: int, microbatches: int, chunks: int, zero: int = 0) -> list[ScheduleProblem]:
     """Return why this schedule cannot be built for these pipeline ranks, microbatches and chunks, or cannot run under this ZeRO
-    stage; empty if it can. Reads the file of a schedule from a file."""
+    stage; empty if it can. If the schedule is in a file, this function reads the file."""
     found = [
         ScheduleProblem(field, value, "is too few: a schedule needs at least 1", f"Use {field} >= 1.")
         for field, value in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks))
@@ -224,13 +228,12 @@ def schedule_problems(name: str, *, ranks: int, microbatches: int, chunks: int, 
 
 
 def _holds(name: str, chunks: int) -> bool:
-    """Return True if a schedule supports this number of stages per rank."""
     return SCHEDULES[name].chunks.nearest(chunks) == chunks
 
 
 def representative_microbatches(name: str, *, ranks: int, microbatches: int) -> int:
-    """Return the smallest number of microbatches with the same peak in flight and the same idle time as all of them (except
-    under interleaved 1F1B with uneven rounds)."""
+    """Return the smallest number of microbatches that has the same peak of microbatches in flight and the same idle time as all
+    microbatches. Interleaved 1F1B with uneven rounds is an exception."""
     return kind(name).representative(ranks, microbatches)
 
 
@@ -254,7 +257,6 @@ def _both_ways(name: str, *, ranks: int, microbatches: int, zero: int) -> Iterat
 
 
 def _of_file(name: str, *, ranks: int, microbatches: int, chunks: int) -> list[ScheduleProblem]:
-    """Return why the schedule in a file cannot run under this plan; empty if it can."""
     try:
         schedule = load(name)
     except (OSError, UnicodeDecodeError) as fault:

@@ -1,4 +1,5 @@
-"""Finds problems of a program before anything runs. A missing send, which would be a hang at run time, is a line of text here."""
+"""Find the problems of a program before anything runs. A missing send, which would be a hang at run time, is reported here as a
+line of text."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -33,10 +34,11 @@ from megalith.schedule.simulate import Wait, blocked, explain
 
 
 def problems(program: Program) -> list[str]:
-    """Return every problem; empty if the program computes the whole step and ends. A correct program meets five conditions. Each forward
-    and each backward (B, or I and W) of every stage and microbatch occurs once, on the rank of its stage and in a possible order. Every
-    message has both ends, on the right ranks, and each channel's sends and receives are in the same order. Weights are gathered before use,
-    and gradients reduced as the ZeRO stage requires. Tensors that leave the device come back before their backward. No rank waits for ever.
+    """Return every problem; empty if the program computes the whole step and ends. A correct program meets the following five
+    conditions. Each forward and each backward (B, or I and W) of every stage and microbatch occurs once, on the rank of its stage
+    and in a possible order. Every message has both ends, on the right ranks, and each channel's sends and receives are in the
+    same order. Weights are gathered before use, and gradients reduced as the ZeRO stage requires. Tensors that leave the device
+    come back before their backward. No rank waits forever.
     """
     if outside := list(_outside(program)):
         return outside
@@ -54,7 +56,6 @@ def problems(program: Program) -> list[str]:
 
 
 def _outside(program: Program) -> Iterator[str]:
-    """Yield computations of stages and microbatches that do not exist; other checks ignore them."""
     for rank, row in enumerate(program.rows):
         for action in computations(row):
             if not 0 <= action.stage < program.stages or action.microbatch not in range(program.microbatches):
@@ -62,7 +63,6 @@ def _outside(program: Program) -> Iterator[str]:
 
 
 def _computed(program: Program) -> Iterator[str]:
-    """Check that each computation occurs exactly once, on the rank of its stage."""
     count: Counter[Action] = Counter()
     for rank, row in enumerate(program.rows):
         for action in computations(row):
@@ -147,7 +147,6 @@ def _messages(program: Program) -> Iterator[str]:
 
 
 def _crossed(program: Program) -> Iterator[str]:
-    """Yield channels whose sends and receives are in different orders."""
     sends: dict[Channel, list[Action]] = defaultdict(list)
     receives: dict[Channel, list[Action]] = defaultdict(list)
     for row in program.rows:

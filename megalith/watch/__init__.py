@@ -1,1 +1,1 @@
-"""A live page of runs: it follows their logs, compares measurements with predictions, and names slow ranks. No torch."""
+"""A live page of runs, which follows their logs, compares measurements with predictions, and names slow ranks. No torch."""

@@ -1,5 +1,5 @@
-"""Alerts a person to problems of a run, by a shell command or an HTTP POST that the run file defines. A separate process follows the run's
-log, like the page, so no rank waits for a delivery."""
+"""Alert a person to problems of a run, by a shell command or an HTTP POST that the run file defines. A separate process follows
+the run's log, as the page does, so no rank waits until an alert is delivered."""
 
 import json
 import os
@@ -23,13 +23,16 @@ GONE = 60.0  # seconds that a sign must have been gone before it counts as a new
 COMMAND_SECONDS, POST_SECONDS = 60.0, 10.0  # that a delivery may take
 TRIES = (0.0, 2.0, 10.0)  # seconds waited before each try to post
 LOST = HealthMessage(
-    "bad", "The training command has ended without logging it: was it killed?", "ended", "the log has no event for the run's end"
+    "bad",
+    "The training command has ended without logging its end: was it killed?",
+    "ended",
+    "the log has no event for the end of the run",
 )
 
 
 @dataclass(frozen=True)
 class Alert:
-    """One message. `text` is the whole message in one line; most chat services read this key."""
+    """One message. `text` is the whole message in one line, under the key that most chat services read."""
 
     text: str
     run: str
@@ -45,10 +48,10 @@ Deliver = Callable[[Alert], None]
 
 
 class Alerts:
-    """The alerts of one run: the current signs, and those already sent."""
+    """The alerts of one run: the current signs of trouble, and those for which an alert was already sent."""
 
     def __init__(self, source: Source, rules: AlertsSpec, deliver: Deliver | None = None) -> None:
-        """`deliver` sends an alert; None: by the command and the address of `rules`, each in a thread."""
+        """`deliver` sends an alert; None: alerts are sent by the command and to the address of `rules`, each in a thread."""
         self._source, self._rules = source, rules
         source.rules = rules
         self._threads: list[threading.Thread] = []
@@ -58,8 +61,8 @@ class Alerts:
         self._begun: float | None = None  # when it was looked at for the first time
 
     def check(self, now: float) -> list[Alert]:
-        """Send new alerts, and return them. `now`: monotonic seconds. Silence counts only from the first call on, because the clock of the
-        machine that wrote the log may be behind."""
+        """Send new alerts, and return them. `now`: monotonic seconds. Silence is counted only from the first call on, because the
+        clock of the machine that wrote the log may be behind."""
         if self._source.behind:
             return []
         try:
@@ -77,7 +80,8 @@ class Alerts:
         return [alert for message in says if (alert := self._judge(message, found.step, now))]
 
     def lost(self, now: float) -> list[Alert]:
-        """Send an alert that the training command has ended without logging it. If the log has an end, do the same as `check`."""
+        """Send an alert that the training command has ended without logging its end. If the log does contain its end, do the same
+        as `check`."""
         if self._source.finished is not None:
             return self.check(now)
         return [alert for alert in [self._judge(LOST, self._source.last_step(), now)] if alert]
@@ -115,7 +119,7 @@ class Alerts:
 
 
 def _said(way: Callable[[str, Alert], None], target: str, alert: Alert) -> None:
-    """Send an alert. If it cannot be sent, print it with the reason: an exception must not end the process that follows the
+    """Send an alert. If an alert cannot be sent, print it and the reason: an exception must not end the process that follows the
     run."""
     try:
         way(target, alert)
@@ -124,7 +128,8 @@ def _said(way: Callable[[str, Alert], None], target: str, alert: Alert) -> None:
 
 
 def run(command: str, alert: Alert) -> None:
-    """Run a shell command with the alert as JSON on its input. Raises RuntimeError if it fails, subprocess.TimeoutExpired if it hangs."""
+    """Run a shell command with the alert as JSON on its input. Raises RuntimeError if the command fails,
+    subprocess.TimeoutExpired if it hangs."""
     given = json.dumps(asdict(alert)) + "\n"
     done = subprocess.run(command, shell=True, input=given, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
                           timeout=COMMAND_SECONDS, check=False, start_new_session=True)  # fmt: skip
@@ -134,7 +139,7 @@ def run(command: str, alert: Alert) -> None:
 
 
 class _Stays(urllib.request.HTTPRedirectHandler):
-    """Follows no redirection, so that alerts go only to the address that the user gave."""
+    """Refuses redirections, so that alerts go only to the address that the user gave."""
 
     def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> None:
         return None

@@ -19,19 +19,20 @@ GAIN = 0.02  # share of a step below which nothing is named
 UNEVEN = 1.15  # times the median data rank that the slowest one works, in the median step, if samples are unlike
 STAGE = 1.08  # times the median stage that a stage works
 PART = {"data": 0.05, "saving": 0.03, "communication": 0.25, "other": 0.15, "collecting": 0.02}
-"""Shares of a step above which waiting for data, saving, communication, unexplained time and garbage collection are reported."""
+"""Fraction of a step above which each of these is reported: waiting for data, saving, communication, unexplained time and garbage
+collection."""
 COLLECTED = 50  # steps over which garbage collections are counted, at least: a start has many
 REST, LONGEST = 500, 120.0  # a result is kept this many times as long as its search took, and for so many seconds at most
 FABRIC = 1.3  # times the predicted seconds of communication
 PLANNED = ("unbalanced stage", "communication", "slow fabric")
-"""Kinds of causes that another plan may remedy."""
+"""Kinds of causes that a change of the plan may remedy."""
 SHOWN = 3  # plans to try that are shown
 
 
 @dataclass(frozen=True)
 class Cause:
-    """A cause of longer steps. `gain`: the share of a step that would be saved without it. `who`: the responsible ranks, if
-    any."""
+    """A cause of longer steps. `gain`: the fraction of a step that would be saved without this cause. `who`: the ranks
+    responsible for it, if any."""
 
     kind: str
     words: str
@@ -42,15 +43,16 @@ class Cause:
 
 
 class CauseReport(NamedTuple):
-    """Causes of lost time, the most expensive first, and answers to the usual what-if questions; both empty if there is no clear cause."""
+    """Causes of lost time, the most expensive first, and answers to the usual what-if questions. Causes and answers are empty if
+    there is no clear cause."""
 
     causes: tuple[Cause, ...] = ()
     without: tuple[WhatIfAnswer, ...] = ()
 
 
 def causes(source: Source) -> CauseReport:
-    """Return the causes of lost time. A result is reused for REST times its computation time, so that a server does not take a core from
-    the training."""
+    """Return the causes of lost time. A result is reused for REST times the time that its computation took, so that a server
+    takes little of a core from the training."""
     known = source.causes
     if source.served:  # `refresh` looks for them, in the thread that follows the run: a page must not wait
         return known[2] if known else CauseReport()
@@ -58,7 +60,7 @@ def causes(source: Source) -> CauseReport:
 
 
 def refresh(source: Source) -> CauseReport:
-    """Return the causes; search for them again if the last result is too old."""
+    """Return the causes, after a new search for them if the last result is too old."""
     known = source.causes
     if known is not None and (known[0] == source.revision or time.monotonic() < known[1]):
         return known[2]
@@ -81,8 +83,8 @@ def _find(source: Source) -> CauseReport:
 
 
 def plans(source: Source) -> list[dict[str, Any]]:
-    """Return promising changes of the plan, the largest gain first, each with the time that it should save in a measured step. Predicted
-    terms are scaled by the measured ones. Empty if the planner has no prediction."""
+    """Return promising changes of the plan, the largest gain first, each with the time that it should save in a measured step.
+    Predicted terms are scaled to the measured ones. The result is empty without a prediction by the planner."""
     predicted = source.predicted or {}
     here, others = predicted.get("time"), predicted.get("others")
     recent = source.recent(["seconds", *{part for parts in TERMS.values() for part in parts}], WINDOW)
@@ -109,10 +111,10 @@ def _of_ranks(steps: WhatIfAnalysis) -> Iterator[Cause]:
             continue
         for rank, times in blamed[:8]:
             where = f"rank {rank} (stage {seen.pipeline[rank]}, data rank {seen.data[rank]}, node {node})"
-            than = "earlier in this run, compared with the other ranks" if seen.alone[rank] else "ranks with the same stage"
+            than = "earlier in this run, relative to the other ranks" if seen.alone[rank] else "ranks with the same stage"
             words = f"Slow: {where} works {times:.2f} times as long as {than}"
             change = (
-                "Check whether its device is throttled, shared or failing (megalith doctor). A spare node can take its place."
+                "Check whether its device is throttled, shared or failing (megalith doctor). A spare node can replace this one."
             )
             yield Cause("slow rank", words, change, share * one.without([rank], usual), (rank,), node)
     yield from _of_stages(one, usual, seen, share)
@@ -130,12 +132,11 @@ def _of_stages(one: Replay, own: NDArray[np.float64], seen: Window, share: float
     whole = one.seconds(own)
     gain = share * (1 - one.seconds(levelled(own, seen.pipeline, place)) / whole) if whole > 0 else 0.0
     words = f"Unbalanced: pipeline rank {place} has {over - 1:.0%} more work than the median of the others, which wait for it"
-    change = "Give it fewer blocks (plan.layers); `megalith plan` shows the gain."
+    change = "Give this rank fewer blocks (plan.layers); `megalith plan` shows the gain."
     yield Cause("unbalanced stage", words, change, gain, tuple(map(int, np.flatnonzero(seen.pipeline == place)[:8])))
 
 
 def _of_samples(one: Replay, seen: Window, share: float, slow: set[int]) -> Iterator[Cause]:
-    """Yield a cause if the slowest data rank changes from step to step: then the samples differ in cost."""
     if one.plan.data < 2:
         return
     others = np.array([rank for rank in range(seen.own.shape[1]) if rank not in slow])
@@ -148,7 +149,8 @@ def _of_samples(one: Replay, seen: Window, share: float, slow: set[int]) -> Iter
     if np.median(ratios) < UNEVEN or most > 0.6:
         return
     times = f"{np.median(ratios):.2f} times"
-    words = f"Uneven samples: in the median step, the slowest data rank works {times} as long as the median, and changes from step to step"
+    words = f"Uneven samples: in the median step, the slowest data rank works {times} as long as the median one"
+    words = f"{words}, and changes from step to step"
     change = (
         "Documents differ in length: pack them, or use larger microbatches. With data.document_mask, long documents cost more."
     )
@@ -156,7 +158,6 @@ def _of_samples(one: Replay, seen: Window, share: float, slow: set[int]) -> Iter
 
 
 def _of_step(source: Source) -> Iterator[Cause]:
-    """Yield causes from the times of rank 0's steps, and from the log."""
     names = ["seconds", "data", "communication", "bubble", "other"]
     recent = source.recent(names, WINDOW)
     if len(recent["seconds"]) < ENOUGH:
@@ -168,9 +169,7 @@ def _of_step(source: Source) -> Iterator[Cause]:
         yield Cause("data", words, "Put the data on a faster disk, or put a copy on each node (data.copies).", shares["data"])
     if shares["other"] > PART["other"]:
         share = units.percent(shares["other"])
-        words = (
-            f"Pauses: {share} of a step is spent outside of the model: garbage collection, other programs, the operating system"
-        )
+        words = f"Pauses: {share} of a step is spent outside the model: garbage collection, other programs or the system"
         yield Cause(
             "pauses",
             words,
@@ -200,7 +199,7 @@ def _of_collections(source: Source, whole: float) -> Iterator[Cause]:
     counted = [one.collecting / one.since for one in source.spans if one.since >= COLLECTED]
     share = counted[-1] / whole if counted else 0.0
     if share > PART["collecting"]:
-        words = f"Garbage collection: a rank spends {units.percent(share)} of a step in Python's collector, while others wait"
+        words = f"Garbage collection: a rank spends {units.percent(share)} of a step in Python's collector, while the other ranks wait"
         yield Cause(
             "garbage collection",
             words,

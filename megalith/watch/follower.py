@@ -15,7 +15,7 @@ LEAVE = 10.0  # seconds to wait for the log to tell how the run ended, once its 
 
 
 def check(source: Source, alerts: Alerts) -> None:
-    """Read the new part of a run's log, and send its alerts. A file that cannot be read now is read at the next call."""
+    """Read the new part of a run's log, and send its alerts. A file that cannot be read now is read at a later call."""
     while source.poll():
         pass
     causes.refresh(source)
@@ -24,8 +24,8 @@ def check(source: Source, alerts: Alerts) -> None:
 
 
 def follow(sources: Sequence[Source], rules: AlertsSpec, *, parent: int | None) -> None:
-    """Send alerts of the runs. `parent`: a pipe that the training command closes when it ends; None: continue until a signal comes or all
-    runs have ended."""
+    """Follow the runs and send their alerts. `parent`: a pipe that the training command closes when it ends; None: follow until a
+    signal comes or all runs have ended."""
     alerts = [Alerts(source, rules) for source in sources]
     pairs = list(zip(sources, alerts, strict=True))
     while True:

@@ -20,9 +20,10 @@ HEALTHS: tuple[Health, ...] = get_args(Health)
 
 @dataclass
 class RunHealth:
-    """`health` is the worst level in `says`, whose worst message is first. Times are seconds. `age`: since the newest event; `step_age`:
-    since the newest step; `checkpoint`: steps until the next save. `dollars`, `kilowatt_hours`: of the devices since the first start, by
-    the catalogue's figures; None: unknown."""
+    """`says` are the messages, with the worst first; `health` is the level of the worst. Times are in seconds. `age`: the time
+    since the newest event; `step_age`: the time since the newest step; `checkpoint`: the number of steps until the next save.
+    `dollars`, `kilowatt_hours`: cost and energy of the devices since the first start, from the catalogue's figures; None:
+    unknown."""
 
     state: str
     health: Health
@@ -125,7 +126,7 @@ def _money(found: RunHealth, source: Source) -> None:
 
 
 def _phase(found: RunHealth, source: Source, recent: dict[str, Any]) -> tuple[str, float]:
-    """Return the activity of the ranks, according to the log, and the usual seconds between events in that activity."""
+    """Return what the ranks are doing, according to the log, and the usual seconds between events while they do so."""
     each = np.diff(recent["time"])
     between = float(np.median(each)) if len(each) else 1.0
     if found.state != "running":

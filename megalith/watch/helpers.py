@@ -33,7 +33,7 @@ class WatchHelpers:
             self._index = index.Index(run_dir, run_dir / index.FOLDER)
 
     def poll(self) -> None:
-        """Index the new part of the log, and start helpers that are not running yet."""
+        """Add the new part of the log to the index, and start helpers that are not running yet."""
         with contextlib.suppress(Exception):
             if self._index is not None:
                 self._index.poll()
@@ -48,7 +48,7 @@ class WatchHelpers:
                     self._server = self._start()
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        """Start the server, which prints its address on stderr. It ignores Ctrl-C and ends with this process."""
+        """Start the server, which prints its address on stderr. The server ignores Ctrl-C and ends with this process."""
         command = [sys.executable, "-m", "megalith.cli", "watch", str(self._run_dir)]
         with_this = partial(parent_watch.die_with_parent, os.getpid())
         return subprocess.Popen(
@@ -56,8 +56,8 @@ class WatchHelpers:
         )
 
     def _start_alerts(self, alerts: AlertsSpec) -> "subprocess.Popen[bytes]":
-        """Start the sender of alerts. It outlives this process in order to report this process's end, which it notices by the end of its
-        input."""
+        """Start the sender of alerts. The sender outlives this process, because it must report this process's end, which it
+        notices when its input ends."""
         command = [sys.executable, "-m", "megalith.cli", "watch", str(self._run_dir), "--no-page", "--alerts", "-"]
         return _told(command, alerts)
 
@@ -78,7 +78,7 @@ class WatchHelpers:
 
 
 def _told(command: list[str], what: AlertsSpec | LogSpec) -> "subprocess.Popen[bytes]":
-    """Start a process that gets `what` on its input. It outlives this process, whose end it notices by the end of the input."""
+    """Start a process that gets `what` on its input. The process outlives this one, whose end it notices when its input ends."""
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
     assert process.stdin is not None
     process.stdin.write(what.model_dump_json().encode() + b"\n")

@@ -22,7 +22,7 @@ VALUES = (
     "loss", "grad_norm", "lr", "seconds", "tokens_per_second", "mfu", "tokens_seen", *PARTS, "resident", "peak", "max_load", "entropy",
     "dropped",
 )  # fmt: skip
-"""Numbers of a step that the index keeps."""
+"""Names of the numbers of a step that the index keeps."""
 
 AT_ONCE = 4 << 20  # bytes of a log that are read in one go
 LONGEST = 64 << 20  # bytes of one line; a longer one is no event
@@ -41,12 +41,12 @@ def numbers(step: Step) -> NDArray[np.float32]:
 
 
 class Index:
-    """Follows the log of `run_dir` from byte `begin` on, and keeps its contents in `folder`. One process at a time keeps an index
-    in a folder. If the disk is full or away, new entries are lost; no exception is raised.
+    """Index of the log of `run_dir` from byte `begin` on, kept in `folder`. Only one process at a time may keep an index in a
+    folder. If the disk is full or unavailable, new entries are lost, and no exception is raised.
     """
 
     def __init__(self, run_dir: Path, folder: Path, *, begin: int | None = None) -> None:
-        """`begin`: first byte to read; None: continue where the index in `folder` ends."""
+        """`begin`: the first byte of the log to read; None: the byte at which the index in `folder` ends."""
         self._run_dir, self._folder = run_dir, folder
         self.offset = end_of(folder) if begin is None else begin
         self._inode, self._half = 0, 0  # bytes of a line whose end is not written yet
@@ -55,7 +55,7 @@ class Index:
         self._files: dict[str, int] = {}
 
     def poll(self, most: int = AT_ONCE) -> list[Event]:
-        """Read the new part of the log since the last call, `most` bytes at most; return its events."""
+        """Read the part of the log that is new since the last call, at most `most` bytes of it, and return its events."""
         found: list[Event] = []
         try:
             with epochs.newest(self._run_dir, events.FILE).open("rb") as log:
@@ -98,7 +98,6 @@ class Index:
                 self._append(NOTES, b'{"at":%d,"event":%s}' % (self.offset, line))
 
     def _begin(self) -> None:
-        """Begin a new piece of the pyramid, because steps go back or a generation begins."""
         if self._steps is not None:
             self._steps.close()
         self._make_folder()
@@ -115,7 +114,7 @@ class Index:
             disk.append(self._files[name], line + b"\n")
 
     def _make_folder(self) -> None:
-        """Make the folder, but never the run folder, which may be unavailable."""
+        """Make the index's folder, but never the run folder itself, which may be temporarily unavailable."""
         if self._folder.is_relative_to(self._run_dir):
             disk.make_within(self._run_dir, self._folder)
         else:
@@ -131,8 +130,8 @@ class Index:
 
 
 def notes(folder: Path) -> Iterator[tuple[int, Event]]:
-    """Yield the events other than steps, oldest first, each with the log offset at which it ends; then the ranks' `Holding` events, with
-    offset 0."""
+    """Yield all events except steps, oldest first, each with the log offset at which it ends; after them the ranks' `Holding`
+    events, with offset 0."""
     for line in disk.lines(folder / NOTES):
         record = disk.parse(line)
         if record is not None and isinstance(record.get("at"), int) and isinstance(record.get("event"), dict):
@@ -146,14 +145,14 @@ def notes(folder: Path) -> Iterator[tuple[int, Event]]:
 
 
 def end_of(folder: Path) -> int:
-    """Return the offset in the log at which an index ends. An event is stored before the next one is read."""
+    """Return the offset in the log at which an index ends. Each event is stored before the next one is read, so no event before
+    this offset is missing."""
     newest = pyramid.Reader(folder).newest()
     last = max((at for at, _ in _tail(folder / NOTES)), default=0)
     return max(last, int(newest[2]) if newest else 0)
 
 
 def _tail(path: Path, size: int = 1 << 20) -> Iterator[tuple[int, Any]]:
-    """Yield the last entries of a file."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - size))

@@ -31,7 +31,7 @@ def policy(*, live: bool) -> str:
 
 
 def live(names: Sequence[str], data: Sequence[dict[str, Any]], *, acts: bool) -> str:
-    """Return the page for a server. It shows `data` at once, and requests more."""
+    """Return the page for a server. The page shows `data` at once, and requests more data later."""
     return _whole(names, {"live": True, "acts": acts, "names": list(names), "data": list(data)})
 
 

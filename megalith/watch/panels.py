@@ -1,5 +1,5 @@
-"""The panels of the live page. Each is a function that returns JSON-able data of a run, for the page, its JSON address and `watch --json`.
-Arguments of a panel are text from the address; invalid text counts as not given.
+"""The panels of the live page. Each panel is a function that returns data of a run that JSON can represent, for the page, for the
+panel's JSON address and for `watch --json`. A panel's arguments are text from the address; invalid text is ignored.
 """
 
 import base64
@@ -31,7 +31,7 @@ SHOWN = 200  # rows of a table
 
 
 def whole(asked: Asked, name: str, default: int, *, least: int = 0, most: int = 2**53) -> int:
-    """Return a requested whole number, within limits."""
+    """Return the whole number that the argument `name` requests, within limits."""
     try:
         return min(max(int(asked[name]), least), most)
     except (KeyError, ValueError):
@@ -52,8 +52,8 @@ def _window(asked: Asked) -> dict[str, int]:
 
 
 def _curves(source: Source, asked: Asked, *names: str) -> dict[str, Any]:
-    """Return the mean, minimum and maximum of numbers of the steps. `piece` changes where the run went back to an earlier
-    step."""
+    """Return the mean, minimum and maximum of some numbers of steps, by step. `piece` changes wherever the run went back to an
+    earlier step."""
     view = source.steps(names, **_window(asked))
     found: dict[str, Any] = {"step": view.last.tolist(), "piece": view.piece.tolist(), "steps": view.steps.tolist()}
     fine = bool(len(view)) and int(view.steps.max()) == 1
@@ -65,8 +65,8 @@ def _curves(source: Source, asked: Asked, *names: str) -> dict[str, Any]:
 
 
 def loss(source: Source, asked: Asked) -> dict[str, Any]:
-    """Return training loss, gradient norm and learning rate by step; validation loss by domain; tokens a byte of each domain; events by
-    step; the loss that a scaling law expects."""
+    """Return training loss, gradient norm and learning rate by step; the validation loss by domain; the tokens per byte of each
+    domain; events by step; and the loss that a scaling law expects."""
     found = _curves(source, asked, "loss", "grad_norm", "lr")
     rates = source.tokens_a_byte()
     found["validation"] = [
@@ -80,7 +80,7 @@ def loss(source: Source, asked: Asked) -> dict[str, Any]:
 
 
 def marks(source: Source) -> list[dict[str, Any]]:
-    """Return events by step: restarts, incidents, phases, spikes and the responses to them."""
+    """Return the events that the page marks, by step: restarts, incidents, phases, spikes and the responses to spikes."""
     found = []
     for before, start in zip([None, *source.starts], source.starts, strict=False):
         if before is not None:
@@ -99,8 +99,10 @@ def _plan(start: RunStarted) -> Any:
 
 
 def speed(source: Source, asked: Asked) -> dict[str, Any]:
-    """Return tokens a second, MFU, and the seconds of a step by use on rank 0, measured and predicted. `saving`: pauses of training for
-    checkpoints, averaged over all steps and not part of their seconds. `expected`: predicted tokens a second and MFU."""
+    """Return tokens per second, MFU, and rank 0's seconds of a step by use, measured and predicted. `saving`: pauses of training
+    for checkpoints, averaged over all steps and not included in their seconds. `expected`: the predicted tokens per second and
+    MFU.
+    """
     found = _curves(source, asked, "tokens_per_second", "mfu", "seconds", *PARTS)
     recent = source.recent(["seconds", *PARTS], 50)
     measured = {name: float(np.nanmean(recent[name])) for name in ("seconds", *PARTS)} if len(recent["step"]) else None
@@ -110,19 +112,19 @@ def speed(source: Source, asked: Asked) -> dict[str, Any]:
 
 
 TERMS: Mapping[str, tuple[str, ...]] = {**gains.TERMS, "data": ("data",), "other": ("other",)}
-"""Term of a prediction -> parts of a step in the log. Predictions have no terms "data" and "other"."""
+"""Map from each term of a prediction to the parts of a step in the log. Predictions have no terms "data" and "other"."""
 
 HIDDEN = {"data": 0.0, "saving": 0.0}
-"""Terms that predictions assume to be overlapped with computation."""
+"""Predicted seconds of terms that predictions assume to be hidden behind computation."""
 
 
 def terms(measured: Mapping[str, float]) -> dict[str, float]:
-    """Return the seconds of a measured step by the terms of a prediction."""
+    """Return the seconds of a measured step, divided into the terms of a prediction."""
     return {"step": measured["seconds"], **{name: sum(measured[part] for part in parts) for name, parts in TERMS.items()}}
 
 
 def predicted_time(source: Source) -> dict[str, float] | None:
-    """Return the predicted seconds of a step by term; None without a prediction."""
+    """Return the predicted seconds of each term of a step; None without a prediction."""
     found = (source.predicted or {}).get("time")
     return found and found | HIDDEN
 
@@ -132,7 +134,8 @@ def _why(source: Source) -> str:
 
 
 def rank_heatmap(source: Source, asked: Asked) -> dict[str, Any]:
-    """Return each rank's seconds of a kind, step by step: codes of `control.times` in base 64, with ranks as rows and steps as columns.
+    """Return one kind of each rank's seconds, step by step: codes of `control.times` in base 64, with ranks as rows and steps as
+    columns.
 
     Arguments: `row` (a kind of seconds, or "memory"), `sort` (rank, node, stage, data, slowest), `against` (stage: relative to the median
     of ranks with the same stage; all: absolute), `from`, `to`, `columns`, `rows`.
@@ -170,7 +173,8 @@ def rank_heatmap(source: Source, asked: Asked) -> dict[str, Any]:
 
 
 def _against(codes: NDArray[np.uint8], stage: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """Return codes relative to the (lower) median of ranks with the same stage. Codes are logarithms, so the ratio is a difference."""
+    """Return the codes of seconds relative to the (lower) median of the ranks with the same stage. Codes are logarithms, so the
+    ratio is a difference."""
     one = 1 + round(-math.log2(times.MINIMUM) * times.CODES / times.OCTAVES)  # the code of "as long as the median"
     found = codes.astype(np.int16)
     for place in np.unique(stage):
@@ -194,12 +198,11 @@ def _order(sort: str, codes: NDArray[np.uint8], places: Mapping[str, NDArray[np.
 
 
 def _late(codes: NDArray[np.uint8]) -> NDArray[np.float64]:
-    """Return the mean code of each rank in the newest columns."""
     return codes[-32:].astype(np.int64).mean(axis=0)
 
 
 def _grouped(cells: NDArray[np.uint8], rows: int) -> tuple[NDArray[np.uint8], list[tuple[int, int]]]:
-    """Combine ranks into at most `rows` rows. A row of several ranks shows the slowest one."""
+    """Combine ranks into at most `rows` rows. A row for several ranks shows the slowest of them."""
     size = -(-len(cells) // rows)
     starts = np.arange(0, len(cells), size)
     ends = [*starts[1:].tolist(), len(cells)]
@@ -212,10 +215,11 @@ def _place(ranks: NDArray[np.int64], places: Mapping[str, NDArray[np.int64]]) ->
 
 
 def what_if(source: Source, asked: Asked) -> dict[str, Any]:
-    """Explain long steps. `causes`: each with its cost and remedy, the most expensive first; `plans`: promising changes of the plan;
-    `without`: the duration of a step if the slowest rank, node, data rank, stage, or a kind of computation, were as fast as the median.
+    """Explain long steps. `causes`: causes with their cost and remedy, the most expensive first; `plans`: promising changes of
+    the plan; `without`: the duration of a step if the slowest rank, node, data rank or stage, or a kind of computation, took no
+    longer than the median.
 
-    One of the arguments `rank`, `node`, `data`, `stage` and `kind` asks for another one in `without`.
+    The arguments `rank`, `node`, `data`, `stage` and `kind` each add the answer about the given one to `without`.
     """
     seconds = source.recent(["seconds"], WINDOW)["seconds"]
     step = float(np.nanmedian(seconds)) if len(seconds) else None
@@ -233,20 +237,18 @@ def what_if(source: Source, asked: Asked) -> dict[str, Any]:
 
 
 def _question(asked: Asked) -> tuple[str, int | str] | None:
-    """Return the what-if question in the arguments of a panel, if there is one."""
     if "kind" in asked:
         return "kind", asked["kind"]
     return next(((what, whole(asked, what, -1, least=-1)) for what in ("rank", "node", "data", "stage") if what in asked), None)
 
 
 def _seconds(gain: float, step: float | None) -> dict[str, float | None]:
-    """Return the seconds that a gain saves of a step."""
     return {"seconds": None if step is None else gain * step}
 
 
 def memory(source: Source, asked: Asked) -> dict[str, Any]:
-    """Return the peak memory of each rank (with many ranks, of each stage's worst rank), its state by category, and predictions for each
-    stage."""
+    """Return the peak memory of each rank (if there are many ranks, of each stage's worst rank), each rank's state by category,
+    and the predicted memory of each stage."""
     stages = source.places().get("pipeline", np.zeros(0, dtype=np.int64))
     peaks, held = _peaks(source), source.holdings
     rows = [
@@ -277,7 +279,7 @@ def _peaks(source: Source) -> NDArray[np.float64]:
 
 
 def _shown(peaks: NDArray[np.float64], held: Mapping[int, Holding], stages: NDArray[np.int64]) -> list[int]:
-    """Ranks whose memory is known; if they are more than SHOWN, only each stage's worst rank."""
+    """Return the ranks whose memory is known; if there are more than SHOWN, only each stage's worst rank."""
     size = np.full(max([len(peaks), *(rank + 1 for rank in held)]), np.nan)
     for rank, one in held.items():
         size[rank] = one.weight_bytes + one.gradient_bytes + one.optimizer_bytes
@@ -296,14 +298,14 @@ def _device(source: Source) -> str:
 
 
 def experts(source: Source, asked: Asked) -> dict[str, Any]:
-    """Return the busiest expert's load over the mean, the entropy of the loads (1: even) and the share of dropped tokens, in the worst
-    layer."""
+    """Return three numbers of the worst layer by step: the busiest expert's load over the mean load, the entropy of the loads (1:
+    even), and the share of dropped tokens."""
     return _curves(source, asked, "max_load", "entropy", "dropped")
 
 
 def precision(source: Source, asked: Asked) -> dict[str, Any]:
-    """Return, by step, the relative error of each part's gradient compared with products in the wide format (None: not finite), and
-    `precision.auto`. If a step was compared repeatedly, the newest comparison counts. The parts are those of the newest comparison."""
+    """Return the relative error by step of each part's gradient, compared with products in the wide format (None: not finite). If
+    a step was compared several times, its newest comparison counts. The parts are those of the newest comparison of all."""
     newest = {one.step: one for one in source.watched}
     looks = [newest[step] for step in sorted(newest)][-POINTS:]
     errors = {part: [one.errors.get(part) for one in looks] for part in (looks[-1].errors if looks else ())}
@@ -311,8 +313,8 @@ def precision(source: Source, asked: Asked) -> dict[str, Any]:
 
 
 def sites(source: Source, asked: Asked) -> dict[str, Any]:
-    """Return the merges of a run with sites: divergence, the losses of the sites, bytes and waits. `instead`: bytes that the first site
-    would have sent by now if it had sent its gradients in fp32 to every other site after each step."""
+    """Return the merges of a run with sites: divergence, the losses of the sites, bytes and waits. `instead`: the bytes that the
+    first site would have sent so far if it had sent fp32 gradients to every other site after each step."""
     made, merged = list(source.merges)[-POINTS:], source.merged
     last, start = made[-1] if made else None, source.start
     instead = 4.0 * start.parameters * last.step * (last.sites - 1) if last and start else None
@@ -333,7 +335,7 @@ def sites(source: Source, asked: Asked) -> dict[str, Any]:
 
 
 def incidents(source: Source, asked: Asked) -> dict[str, Any]:
-    """Return incidents with decisions and cost; warnings and errors; the use of time; quarantined nodes and spares."""
+    """Return incidents with the responses and the cost; warnings and errors; the run's use of time; quarantined nodes and spares."""
     rows = []
     for one in list(source.incidents)[-SHOWN:]:
         end = source.recoveries.get(one.incident)
@@ -405,7 +407,7 @@ PANELS: dict[str, Callable[[Source, Asked], dict[str, Any]]] = {
     "samples": samples,
     "run": run,
 }
-"""Name of a panel (for `--json` and the page's address) -> function that returns its data."""
+"""Map from the name of a panel (for `--json` and the page's address) to the function that returns its data."""
 
 
 def panel(source: Source, name: str, asked: Asked | None = None) -> dict[str, Any]:

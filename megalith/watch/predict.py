@@ -22,9 +22,9 @@ LIMIT = 300.0  # seconds that a prediction may take
 
 
 def predicted(spec: RunSpec) -> dict[str, Any]:
-    """Return predictions for a run: seconds of a step by term, also under `others`, plans that differ in one choice; bytes of the first
-    rank of each pipeline rank, by category; watts and dollars an hour of a device. Figures that cannot be predicted are None; `why` has the
-    reason."""
+    """Return predictions for a run: the seconds of each term of a step, and under `others` the same for plans that differ in one
+    key; for each pipeline rank, the bytes of its first rank by category; watts and dollars per hour of a device. Figures that
+    cannot be predicted are None, and `why` gives the reason."""
     found: dict[str, Any] = {"time": None, "mfu": None, "tokens_per_second": None, "memory": None, "why": ""}
     accelerator = None
     if spec.cluster != "local":
@@ -71,8 +71,8 @@ def _of_memory(spec: RunSpec, found: dict[str, Any]) -> None:
 
 
 def ask(run_dir: Path, plan: Plan | None = None, phase: int = 0) -> dict[str, Any]:
-    """Return `predicted` for one phase of the run in a folder, computed in a separate process; only `why` if that fails. `plan`: a plan to
-    use instead of the run's."""
+    """Return `predicted` for one phase of the run in a folder, computed in a separate process. If that fails, the result has only
+    `why`. `plan`: a plan that replaces the run's plan."""
     more = [str(phase), *([] if plan is None else [plan.model_dump_json()])]
     command = [sys.executable, "-m", "megalith.watch.predict", str(run_dir), *more]
     try:
@@ -84,7 +84,8 @@ def ask(run_dir: Path, plan: Plan | None = None, phase: int = 0) -> dict[str, An
 
 
 def main() -> None:
-    """Print the prediction for a run as JSON. Arguments: run folder, number of the phase and, optionally, another plan as JSON."""
+    """Print the prediction for a run as JSON. The arguments are the run folder, the number of the phase and, optionally, another
+    plan as JSON."""
     try:
         spec = RunSpec.model_validate_json((Path(sys.argv[1]) / SPEC_FILE).read_text(encoding="utf-8"))
     except ValidationError as error:

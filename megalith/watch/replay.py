@@ -1,5 +1,5 @@
-"""Replay of a measured step in which slow ranks are as fast as the median: the schedule's simulator runs with each rank's measured own work
-(the what-if analysis of Lin et al. 2025, arXiv:2505.05713, section 3)."""
+"""Replay of a measured step in which slow ranks become as fast as the median rank. The schedule's simulator runs with the
+measured work of each rank (the what-if analysis of Lin et al. 2025, arXiv:2505.05713, section 3)."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,14 +16,14 @@ from megalith.spec.plan import Plan
 
 REPLICAS = 6  # pipelines that are replayed: those with the most work; the slowest of them ends the step
 WEIGHTS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
-"""Relative time of each kind of computation within a stage, if no spans were recorded."""
+"""Relative time of each kind of computation of a stage, used if no spans were recorded."""
 
 
 @dataclass(frozen=True)
 class Replay:
-    """A measured step. `own`: each rank's own seconds of work. `pipeline`, `data`: each rank's position on these axes. Ranks with the same
-    positions (tensor and context ranks) wait for each other in every computation. `recorded`: spans from which the relative times of a
-    stage's computations are taken."""
+    """A measured step. `own`: each rank's seconds of work, without waits. `pipeline`, `data`: each rank's position on these axes.
+    Ranks that have the same position on both axes (tensor and context ranks) wait for each other in every computation.
+    `recorded`: measured spans, which give the relative times of a stage's computations."""
 
     plan: Plan
     microbatches: int
@@ -41,7 +41,7 @@ class Replay:
 
     @cached_property
     def _dealt(self) -> list[dict[tuple[str, int], float]]:
-        """Return, for each pipeline rank, the share of each computation, by (kind, stage), in the rank's own work."""
+        """For each pipeline rank, return the fraction of the rank's work that each computation (kind, stage) takes."""
         means = mean_seconds(one.spans for one in self.recorded)
         found = []
         for row in self._program.rows:
@@ -54,14 +54,14 @@ class Replay:
         return found
 
     def seconds(self, own: NDArray[np.float64] | None = None) -> float:
-        """Seconds from the start of the first computation to the end of the last in the slowest pipeline. `own`: work to use instead of the
-        measured work."""
+        """Return the seconds of the slowest pipeline, from the start of its first computation to the end of its last. `own`:
+        seconds of work that replace the measured ones."""
         work = self._places(self.own if own is None else own)
         heaviest = np.argsort(work.sum(axis=0) + work.shape[0] * work.max(axis=0))[::-1][:REPLICAS]
         return max(self._one(tuple(work[:, replica])) for replica in heaviest)
 
     def _places(self, own: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the work of each pipeline rank in each replica: the work of the slowest tensor or context rank there."""
+        """Return the work of each pipeline rank in each replica, which is the work of its slowest tensor or context rank."""
         work = np.zeros((self.plan.pipeline, int(self.data.max()) + 1))
         np.maximum.at(work, (self.pipeline, self.data), np.nan_to_num(own))
         return work
@@ -74,7 +74,7 @@ class Replay:
 
     @cached_property
     def _home(self) -> dict[tuple[int, int], int]:
-        """(stage, microbatch) -> the pipeline rank that computes it; a stage alone may be on two ranks, in bidirectional schedules."""
+        """Map from (stage, microbatch) to the pipeline rank that computes it. In bidirectional schedules a stage is on two ranks."""
         return {(a.stage, a.microbatch or 0): rank for rank, row in enumerate(self._program.rows) for a in computations(row)}
 
     def _of(self, action: Action, work: tuple[float, ...]) -> float:
@@ -82,7 +82,7 @@ class Replay:
         return work[rank] * self._dealt[rank][action.kind, action.stage]
 
     def without(self, ranks: Iterable[int], usual: NDArray[np.float64]) -> float:
-        """Return the share of a step that would be saved if these ranks worked no longer than in `usual`."""
+        """Return the fraction of a step that would be saved if these ranks worked no longer than they do in `usual`."""
         own = self.own.copy()
         at = np.fromiter(ranks, dtype=np.int64)
         own[at] = np.minimum(own[at], usual[at])
@@ -91,7 +91,7 @@ class Replay:
 
 
 def pipeline_seconds(program: Program, of: Callable[[Action], float]) -> float:
-    """Return the seconds from the start of a pipeline's first computation to the end of its last. `of`: returns the seconds of a
+    """Return the seconds from the start of a pipeline's first computation to the end of its last. `of` returns the seconds of a
     computation."""
 
     def cost(entry: RowEntry) -> float:
@@ -109,7 +109,7 @@ def medians(rows: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def peers(own: NDArray[np.float64], groups: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return for each rank the median of the other ranks in its group; its own value if the group has no other rank."""
+    """For each rank, return the median of the other ranks in its group, or the rank's own value if it is alone in its group."""
     found = own.copy()
     for group in np.unique(groups):
         at = np.flatnonzero(groups == group)
@@ -122,7 +122,8 @@ def peers(own: NDArray[np.float64], groups: NDArray[np.int64]) -> NDArray[np.flo
 
 
 def levelled(own: NDArray[np.float64], pipeline: NDArray[np.int64], place: int) -> NDArray[np.float64]:
-    """Return the ranks' work, with the work of one pipeline rank scaled to the median pipeline rank's."""
+    """Return the ranks' work, with the work of the ranks at pipeline position `place` scaled so that their median is that of the
+    median position."""
     middles: Mapping[int, float] = {int(one): float(np.nanmedian(own[pipeline == one])) for one in np.unique(pipeline)}
     found = own.copy()
     found[pipeline == place] *= float(np.median(list(middles.values()))) / middles[place]

@@ -1,8 +1,8 @@
 """A scaling law fitted to loss curves: the loss as a function of parameters and tokens, to predict the final loss of a run.
 
-L(N, D) = E + A / N^a + B / D^b (Hoffmann et al. 2022, arXiv:2203.15556, approach 3). The law is linear in E, A and B, so only the exponents
-are searched. The law treats a loss in the middle of a run like the final loss of a shorter run. If the learning rate decays at the end, the
-real final loss is lower than the law predicts.
+L(N, D) = E + A / N^a + B / D^b (Hoffmann et al. 2022, arXiv:2203.15556, approach 3). The law is linear in E, A and B, so only the
+exponents are searched. The law treats the loss in the middle of a run like the final loss of a shorter run. If the learning rate
+decays at the end, the real final loss is lower than the law predicts.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,8 +28,8 @@ SIZES = 3  # numbers of parameters that runs must have for a law to hold for oth
 
 @dataclass(frozen=True)
 class ScalingLaw:
-    """Coefficients E, A, a, B, b of the module's formula, in this order; N is in units of `size` parameters, D in units of `tokens`.
-    `runs`: the number of fitted curves."""
+    """The coefficients E, A, a, B, b of this module's formula, in this order. N is in units of `size` parameters, D in units of
+    `tokens`. `runs`: the number of fitted curves."""
 
     floor: float
     by_size: float
@@ -57,7 +57,7 @@ class ScalingLaw:
 
 @dataclass(frozen=True)
 class LossCurve:
-    """Loss of a run by tokens, averaged over ranges of steps. `steps`: the number of steps in each average."""
+    """A run's loss as a function of tokens, averaged over ranges of steps. `steps`: the number of steps in each average."""
 
     parameters: float
     tokens: Floats
@@ -84,8 +84,8 @@ def curve_of(source: Source) -> LossCurve | None:
 
 
 def fit(curves: Sequence[LossCurve]) -> ScalingLaw:
-    """Fit a law to curves, by least squares of relative errors. If all curves are of one model size, the law has no term for the size.
-    Raises ValueError for two sizes, which do not determine this term.
+    """Fit a law to loss curves, by least squares of relative errors. If all curves are of models of one size, the law has no term
+    for the size. Raises ValueError if there are two sizes, which do not determine the term for the size.
     """
     sizes = {curve.parameters for curve in curves}
     if len(sizes) not in (1, *range(SIZES, len(curves) + 1)):
@@ -109,7 +109,7 @@ def fit(curves: Sequence[LossCurve]) -> ScalingLaw:
 
 
 def _search(error: Callable[[float, float], float], *, sized: bool) -> tuple[float, float]:
-    """Return the exponents with the least error, by a search on a grid, then on finer grids around the best point."""
+    """Return the exponents with the smallest error, found by a search on a grid, and then on finer grids around the best point."""
     low, high = EXPONENTS
     grid = np.linspace(low, high, GRID)
     step = grid[1] - grid[0]
@@ -123,7 +123,8 @@ def _search(error: Callable[[float, float], float], *, sized: bool) -> tuple[flo
 
 
 def _least_squares(columns: Floats, wanted: Floats) -> tuple[float, Floats]:
-    """Return the squared error and the coefficients of the best non-negative fit of the columns to `wanted`."""
+    """Return the squared error and the coefficients of the best fit of the columns to `wanted`, among fits without negative
+    coefficients."""
     number, best = columns.shape[1], (np.inf, np.zeros(columns.shape[1]))
     for kept in (kept for size in range(number, 0, -1) for kept in combinations(range(number), size)):
         found = np.zeros(number)
@@ -136,7 +137,7 @@ def _least_squares(columns: Floats, wanted: Floats) -> tuple[float, Floats]:
 
 
 def of_runs(sources: Iterable[Source]) -> ScalingLaw:
-    """Fit a law to the losses of other runs. Raises ValueError if a run is too short, or as `fit` does."""
+    """Fit a law to the losses of other runs. Raises ValueError if a run is too short, and in the cases in which `fit` does."""
     curves = list(_curves(sources))
     if not curves:
         raise ValueError("a scaling law needs at least one run to be fitted to")
@@ -153,7 +154,8 @@ def _curves(sources: Iterable[Source]) -> Iterator[LossCurve]:
 
 
 def _of_itself(source: Source, curve: LossCurve, step: int) -> ScalingLaw:
-    """Return the law fitted to a run's own curve. To save CPU time, it is fitted again only when the run has 1 % more steps."""
+    """Return the law fitted to the run's own curve. To save CPU time, the law is fitted again only once the run has 1 % more
+    steps."""
     known = source.own_law
     if known is None or not known[0] <= step < 1.01 * known[0] + 1:
         known = source.own_law = step, fit([curve])
@@ -161,8 +163,8 @@ def _of_itself(source: Source, curve: LossCurve, step: int) -> ScalingLaw:
 
 
 def drawn(source: Source) -> dict[str, Any] | None:
-    """Return the losses that a law expects over the whole run: `source.law`, else the law of the run's own curve. `off`: relative deviation
-    of the newest loss from the law. None if there is no law yet.
+    """Return the losses that a law expects over the whole run, by `source.law` if given, else by the law of the run's own curve.
+    `off`: the newest loss's relative deviation from the law. The result is None if there is no law yet.
     """
     curve, total, step = curve_of(source), source.setting("train", "steps"), source.last_step()
     if curve is None or not total or not step:

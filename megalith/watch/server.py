@@ -1,6 +1,7 @@
-"""Serves the live page to browsers on this machine, at 127.0.0.1 with a token in the address. Uses only the standard library. Other users
-of the machine, and any page in a browser, may send requests to 127.0.0.1. So each request needs the token and the right Host header. A
-request must arrive within HEAD_SECONDS, and the client must read its reply within SEND_SECONDS. At most CONNECTIONS are open.
+"""Serves the live page to browsers on this machine, at 127.0.0.1 with a token in the address. Uses only the standard library.
+Other users of the machine, and any page in a browser, may send requests to 127.0.0.1. Each request therefore needs the token and
+the right Host header. A request must arrive within HEAD_SECONDS, and the client must read its reply within SEND_SECONDS. At most
+CONNECTIONS connections are open at a time.
 """
 
 import contextlib
@@ -37,14 +38,15 @@ STANDS, FRESH = 60.0, {"alive": 5.0}  # most seconds that an answer is kept, for
 KEPT = 64  # answers that are kept
 
 FIRST = ("alive", "loss", "speed", "rank-heatmap")
-"""Panels whose data are included in the page, so that it can be drawn at once."""
+"""Panels whose data are included in the page, so that the page can draw them without a request."""
 
 TYPES = {"json": "application/json", "html": "text/html; charset=utf-8", "stream": "text/event-stream", "text": "text/plain"}
 _PHRASES = {200: "OK", 202: "Accepted", 400: "Bad Request", 403: "Forbidden", 404: "Not Found", 405: "Method Not Allowed",
             408: "Request Timeout", 413: "Content Too Large", 500: "Internal Server Error", 503: "Service Unavailable"}  # fmt: skip
 
 Order = Callable[[Source, Mapping[str, Any]], str]
-"""A function that carries out an order from the page for a run, and describes the result. Raises ValueError for an unknown order."""
+"""A function that carries out an order that the page gives for a run, and describes the result. Raises ValueError for an unknown
+order."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +67,14 @@ class _Refused(Exception):  # noqa: N818  # it is an answer
 
 
 class Server:
-    """Server of one page for some runs. Everyone who has `address` may read the page. Threads are daemons, so they end with the process."""
+    """Serves one page about some runs. Everyone who has `address` may read the page. The server's threads are daemons, so they
+    end with the process."""
 
     def __init__(
         self, sources: Sequence[Source], *, port: int = 0, order: Order | None = None, rules: AlertsSpec | None = None
     ) -> None:
-        """`order`: carries out orders from pages that have the second token too; None: the server accepts no orders. `rules`: the alerts.
-        Raises OSError if the port is taken."""
+        """`order`: a function that carries out orders from pages that also have the second token; None: the server accepts no
+        orders. `rules`: the alerts. Raises OSError if the port is taken."""
         self.sources, self._order = sources, order
         self._alerts = [] if rules is None else [Alerts(source, rules) for source in sources]
         for source in sources:
@@ -88,12 +91,12 @@ class Server:
 
     @property
     def address(self) -> str:
-        """Address of the page in a browser of this machine."""
+        """Address at which a browser on this machine can open the page."""
         return f"http://127.0.0.1:{self.port}/{self._token}/"
 
     @property
     def acting_address(self) -> str:
-        """The address for users who may also give orders. Browsers do not send the part after #."""
+        """The address for users who may also give orders. This address has the second token after #, which browsers do not send."""
         return f"{self.address}#act={self.second}"
 
     def start(self) -> None:
@@ -102,7 +105,7 @@ class Server:
         self._following.start()
 
     def close(self) -> None:
-        """End the server and its threads. Afterwards its sources may be closed."""
+        """End the server and its threads. After this call, its sources may be closed."""
         self._done.set()
         with self._news:
             self._news.notify_all()
@@ -127,7 +130,6 @@ class Server:
                 self._done.wait(POLL_SECONDS)
 
     def _alert(self) -> None:
-        """Send new alerts if enough time has passed since the last check."""
         if not self._alerts or time.monotonic() < self._looked + ALERT_SECONDS:
             return
         self._looked = time.monotonic()
@@ -136,8 +138,8 @@ class Server:
                 print(f"alert: {alert.text}", file=sys.stderr, flush=True)
 
     def _look_for_causes(self, source: Source) -> bool:
-        """Search for the causes of long steps; return True if they have changed. Only this thread changes a source, so it reads the source
-        without a lock."""
+        """Search for the causes of long steps; return True if they have changed. Only this thread changes a source, so no lock is
+        needed to read the source."""
         before = source.causes
         try:
             causes.refresh(source)
@@ -214,8 +216,8 @@ class Server:
         _send(connection, _head(200, "json", len(whole), more=(f"X-Megalith-Stands: {stands:.1f}",)) + whole)
 
     def _panel_data(self, source: Source, name: str, asked: Mapping[str, str]) -> tuple[bytes, float]:
-        """Return the data of a panel as JSON, and the seconds for which they are reused. This time is long enough that computing them takes
-        at most SHARE of a core."""
+        """Return the data of a panel as JSON, and the seconds for which they are reused. The data are reused for so long that
+        computing them takes at most SHARE of a core."""
         key = (name, *(f"{one}={asked[one]}" for one in sorted(asked)))
         kept = self._answers.get(key)
         if kept is not None and time.monotonic() < kept[0]:
@@ -245,7 +247,7 @@ class Server:
         _send(connection, _head(202, "json", len(whole)) + whole)
 
     def _stream(self, connection: socket.socket) -> None:
-        """Send the names of runs with new data, until the page closes."""
+        """Send the names of runs that have new data, until the page closes the connection."""
         if not self._streams.acquire(blocking=False):
             raise _Refused(503)
         try:
@@ -263,7 +265,7 @@ class Server:
 
 
 def _read(connection: socket.socket) -> Request:
-    """Read a request. Raises _Refused if it is too slow, too long or invalid."""
+    """Read a request. Raises _Refused if the request is too slow, too long or invalid."""
     end, read = time.monotonic() + HEAD_SECONDS, b""
     while b"\r\n\r\n" not in read:
         read += _receive(connection, end)

@@ -25,11 +25,12 @@ STANDING = 20  # steps over which experts' loads are looked at
 
 Health = Literal["good", "warn", "bad"]
 Recent = dict[str, Any]
-"""Numbers of the newest steps of this generation, by name."""
+"""The numbers of the newest steps of the current generation, by name."""
 
 
 class HealthMessage(NamedTuple):
-    """A sentence about a run. `sign`: the name of the sign in alerts; empty if no alert is sent. `cause`: the likely cause, if known."""
+    """A sentence about a run. `sign`: the name under which alerts are sent for this sentence; empty: no alert is sent for it.
+    `cause`: the likely cause, if known."""
 
     level: Health
     words: str
@@ -78,11 +79,12 @@ def _of_silence(found: "RunHealth", source: Source) -> Iterator[HealthMessage]:
 
 
 def _of_loss(found: "RunHealth", source: Source, recent: Recent) -> Iterator[HealthMessage]:
-    """Compare the newest loss with earlier ones of this generation. If the run itself has logged a spike, its causes are used."""
+    """Compare the newest loss with earlier losses of the current generation. If the run itself has logged a spike, the message
+    names the causes from the log."""
     loss, number = recent["loss"], len(recent["loss"])
     spike = next((one for one in reversed(source.problems) if isinstance(one, Spike)), None)
     near = spike is not None and found.step is not None and spike.step > found.step - 10
-    cause = spike.words if spike is not None and near else "the run's own spike detection has logged none"
+    cause = spike.words if spike is not None and near else "the run's own spike detection has not logged a spike"
     if number and not math.isfinite(loss[-1]):
         yield HealthMessage("bad", f"The loss of step {found.step} is not finite.", "loss", cause)
     elif number > LATER:
@@ -115,12 +117,10 @@ def _of_pace(found: "RunHealth", source: Source, recent: Recent) -> Iterator[Hea
 
 
 def _terms(recent: Recent, at: slice) -> dict[str, float]:
-    """Return the median seconds of some steps, by the terms of a prediction."""
     return {name: sum(float(np.nanmedian(recent[part][at])) for part in parts) for name, parts in TERMS.items()}
 
 
 def _grown(now: Mapping[str, float], before: Mapping[str, float], how: str) -> str:
-    """Name the term of a step that has grown most."""
     term = max(now, key=lambda name: now[name] - before.get(name, 0.0))
     if now[term] - before.get(term, 0.0) < MINIMUM * sum(now.values()):
         return "no part of a step has grown"
@@ -140,7 +140,6 @@ def _of_experts(found: "RunHealth", source: Source, recent: Recent) -> Iterator[
 
 
 def _of_memory(found: "RunHealth", source: Source) -> Iterator[HealthMessage]:
-    """Compare the worst rank's peak memory in the newest step with the device's memory."""
     limit = (source.predicted or {}).get("limit")
     span = source.times_span()
     if found.state != "running" or not limit or span is None:

@@ -1,8 +1,8 @@
-"""Sends a run's numbers to other tools (keys of `[log]`), from a separate process that follows the run's log.
+"""Send a run's numbers to other tools (keys of `[log]`), from a separate process that follows the run's log.
 
-One run folder is one run in a tool, even if it is stopped and resumed: `sinks.json` in the folder keeps the run's id, and how much of the
-log each tool has received. Nothing leaves the machine unless `log.online` is set. If a tool fails, a warning is logged, the tool is no
-longer used, and training continues.
+Each run folder is one run in a tool, even if the run is stopped and resumed. `sinks.json` in the folder has the run's id, and how
+much of the log each tool has received. Nothing leaves the machine unless `log.online` is set. If a tool fails, a warning is
+logged, the tool is no longer used, and training continues.
 """
 
 import fcntl
@@ -32,19 +32,19 @@ class TrackedRun:
     """The description of the run for another tool."""
 
     id: str
-    """Identifier of the run, the same at every start."""
+    """Identifier of the run, which stays the same at every start."""
     name: str
     folder: Path
     values: Mapping[str, Any]
-    """Every value of the run file."""
+    """Every value of the run's specification."""
     log: LogSpec
 
 
 class Sink(Protocol):
-    """Interface to a tool that receives numbers. Any method may raise any exception."""
+    """Interface to a tool that receives numbers. Every method may raise any exception."""
 
     def numbers(self, values: Mapping[str, float], step: int, time: float) -> None:
-        """Take the numbers of a step, by name. `time`: seconds since the epoch."""
+        """Receive the numbers of a step, by name. `time`: seconds since the epoch."""
         ...
 
     def close(self) -> None:
@@ -53,7 +53,7 @@ class Sink(Protocol):
 
 
 class TensorBoard:
-    """TensorBoard: one run in RUN_DIR/tensorboard; each start adds a file."""
+    """Sink for TensorBoard. The run is in RUN_DIR/tensorboard, and each start of the run adds a file."""
 
     def __init__(self, subject: TrackedRun) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2  # an extra
@@ -79,7 +79,8 @@ class TensorBoard:
 
 
 class Wandb:
-    """Weights & Biases: a run with this id. Offline, its files are in RUN_DIR/wandb, and `wandb sync` uploads them."""
+    """Sink for Weights & Biases. The run there has the id of this run. Offline, its files are in RUN_DIR/wandb, from where `wandb
+    sync` uploads them."""
 
     def __init__(self, subject: TrackedRun) -> None:
         import wandb  # an extra  # pyright: ignore[reportMissingImports]
@@ -103,7 +104,8 @@ class Wandb:
 
 
 class Trackio:
-    """Trackio: a run of this name. Its files are in RUN_DIR/trackio; online they go to the Space that TRACKIO_SPACE_ID names."""
+    """Sink for Trackio. The run there has the name of this run. The files are in RUN_DIR/trackio; online they go to the Space
+    that TRACKIO_SPACE_ID names."""
 
     def __init__(self, subject: TrackedRun) -> None:
         os.environ.setdefault("TRACKIO_DIR", str(subject.folder / "trackio"))
@@ -129,7 +131,8 @@ class Trackio:
 
 
 class Mlflow:
-    """MLflow: a run with this id as its tag. It is stored in RUN_DIR/mlflow.db; online, at MLFLOW_TRACKING_URI."""
+    """Sink for MLflow. The run there has the id of this run as a tag. The run is stored in RUN_DIR/mlflow.db; online, at
+    MLFLOW_TRACKING_URI."""
 
     def __init__(self, subject: TrackedRun) -> None:
         from mlflow import MlflowClient  # an extra  # pyright: ignore[reportMissingImports]
@@ -162,12 +165,12 @@ KINDS: dict[str, Callable[[TrackedRun], Sink]] = {
     "trackio": Trackio,
     "mlflow": Mlflow,
 }
-"""The tools by their key of `[log]`."""
+"""The sinks by the tool's key in `[log]`."""
 assert set(KINDS) == set(SINKS)
 
 
 class Feed:
-    """Sends the log of one run to the tools of its `[log]`. Its methods catch the exceptions of the tools."""
+    """Sends the log of one run to the tools of its `[log]`. Its methods catch all exceptions that the tools raise."""
 
     def __init__(self, run_dir: Path, log: LogSpec, *, warn: Callable[[str], None]) -> None:
         self._folder, self._warn = run_dir, warn
@@ -181,7 +184,7 @@ class Feed:
                 self._try(name, lambda name=name: self._sinks.update({name: KINDS[name](subject)}))
 
     def poll(self) -> None:
-        """Send the new part of the log since the last call."""
+        """Send the part of the log that is new since the last call."""
         path = epochs.newest(self._folder, events.FILE)
         for name in list(self._sinks):
             done = self._kept["done"].get(name, {})
@@ -200,7 +203,7 @@ class Feed:
         _write(self._folder / FILE, self._kept)
 
     def close(self) -> None:
-        """Send the rest of the log, and close each tool."""
+        """Send the remaining part of the log, and close each tool."""
         self.poll()
         for name, sink in list(self._sinks.items()):
             self._try(name, sink.close)
@@ -210,7 +213,6 @@ class Feed:
         self._sinks[name].numbers(values, event.step, event.time)
 
     def _try(self, name: str, act: Callable[[], object]) -> None:
-        """Call a tool; if it raises, warn and no longer use it."""
         try:
             act()
         except Exception as error:
@@ -219,7 +221,7 @@ class Feed:
 
 
 def numbers_of(event: Event) -> dict[str, float]:
-    """Return the numbers of an event for tools, by name, without unknown and non-finite ones."""
+    """Return the numbers of an event that tools receive, by name; unknown and non-finite numbers are left out."""
     found: dict[str, float | None] = {}
     match event:
         case Step():
@@ -233,8 +235,8 @@ def numbers_of(event: Event) -> dict[str, float]:
 
 
 def _in_common(old: Path, new: Path, end: int) -> int:
-    """Return the length in bytes of the whole lines with which both the log `old` and its successor `new` begin, at most `end`; 0 if a log
-    is missing."""
+    """Return how many bytes of whole lines the log `old` and its successor `new` have in common at their beginning, at most
+    `end`; 0 if a log is missing."""
     try:
         with old.open("rb") as one, new.open("rb") as other:
             at = 0

@@ -55,7 +55,8 @@ if TYPE_CHECKING:
     from megalith.watch.scaling_law import ScalingLaw
 
 Answer = Skipped | Spike | Rewound | Lowered | PrecisionWatched | ReleasePaused
-"""A loss spike, a skipped update, a large rounding error or a pause of released gradients, or the run's response to it."""
+"""A loss spike or another event that concerns updates: a skipped update, a rewind, a lowered learning rate, a rounding
+comparison, or a pause of released gradients."""
 
 KEPT = 2000  # events of a kind that are held; the newest count
 SAVES = 5  # checkpoints that the usual pause for one is known from
@@ -65,7 +66,7 @@ ACCOUNT = 16 << 20  # bytes at the end of a log that the account of its time is 
 
 
 class MergeTotals(NamedTuple):
-    """Totals over all merges of a run with sites, as its first site logged them."""
+    """Totals over all merges of a run with sites, as the first site logged them."""
 
     merges: int = 0
     sent: int = 0
@@ -78,7 +79,7 @@ class MergeTotals(NamedTuple):
 
 
 class Source:
-    """One run. Live view of one run folder. Methods may be called from several threads, under `lock`."""
+    """One run. A live view of one run folder. Methods may be called from several threads, under `lock`."""
 
     def __init__(self, run_dir: Path, *, predicts: bool = True) -> None:
         """`predicts`: request the planner's prediction once the run's plan is known. Raises FileNotFoundError for a folder that holds no
@@ -114,7 +115,7 @@ class Source:
         begin = index.end_of(self._base)
         self.last_time = found[3] if found else 0.0
         self.left_out = _left_out(epochs.newest(run_dir, events.FILE), begin)
-        """Updates that the run has skipped so far, which is the number of steps that it makes beyond train.steps."""
+        """Number of updates that the run has skipped so far, by which it makes more steps than train.steps."""
         for at, event in index.notes(self._base):
             if at <= begin:
                 self._take(event)
@@ -139,7 +140,8 @@ class Source:
         self._remove()
 
     def poll(self) -> bool:
-        """Read one portion of the log; return True if it had new events. Call it again until it returns False."""
+        """Read one portion of the log; return True if it had new events. The caller must call `poll` again until it returns
+        False."""
         with self.lock:
             found = self._index.poll()
             for event in found:
@@ -152,7 +154,7 @@ class Source:
         return bool(found)
 
     def _predict(self) -> None:
-        """Request a prediction, in a thread, once for each plan and phase."""
+        """Request a prediction, computed in a thread, once for each plan and phase."""
         plan, phase = self.plan, self.phase_at(self.last_step() or 0)
         number = phase.number if phase else 0
         key = f"{number} {plan.model_dump_json()}" if plan else ""
@@ -245,7 +247,7 @@ class Source:
 
     @property
     def alerts(self) -> AlertsSpec:
-        """Limits of the signs of trouble: from `rules`, else from the run's specification, else the defaults."""
+        """Limits at which signs of trouble are reported: from `rules`, else from the run's specification, else the defaults."""
         if self.rules is not None:
             return self.rules
         with contextlib.suppress(ValidationError):
@@ -253,7 +255,7 @@ class Source:
         return AlertsSpec()
 
     def setting(self, table: str, key: str) -> Any:
-        """Return a value of the run file; None if it is not set."""
+        """Return a value of the run's specification; None if it is not set."""
         found = self.spec.get(table)
         return found.get(key) if isinstance(found, dict) else None
 
@@ -295,11 +297,12 @@ class Source:
         return own[1] if own else self._until[1] if self._until else None
 
     def phase_at(self, step: int) -> PhaseBegan | None:
-        """Return the phase of a step; None if it is the first one of the run."""
+        """Return the phase to which a step belongs; None in the run's first phase."""
         return next((one for one in reversed(self.phases) if one.step <= step), None)
 
     def steps(self, names: Sequence[str], *, first: int = 0, last: int = 2**62, most: int = 600) -> View:
-        """Return numbers of the steps from `first` to `last`, in about `most` records; repeated steps occur repeatedly."""
+        """Return the numbers `names` of the steps from `first` to `last`, in about `most` records. A repeated step occurs each
+        time that it was computed."""
         at = [index.VALUES.index(name) for name in names]
         values = [slice(i, i + 1) for i in at]
         base = self._base_steps.read(values, first=first, last=last, most=most, until=self._until)
@@ -307,7 +310,8 @@ class Source:
         return _joined(base, own) if self._until else own
 
     def recent(self, names: Sequence[str], number: int) -> dict[str, NDArray[np.float64]]:
-        """Return numbers of each of the newest steps, and "step" and "time", since the newest start and in the newest phase."""
+        """Return the numbers `names`, "step" and "time" of each of the newest steps. Only steps since the newest start and of the
+        newest phase are included."""
         newest = self.last_step()
         if newest is None:
             return {name: np.zeros(0) for name in (*names, "step", "time")}
@@ -318,7 +322,7 @@ class Source:
         return found | {"step": view.first[kept].astype(np.float64), "time": view.time[kept]}
 
     def ranks(self, row: str, *, first: int = 0, last: int = 2**62, most: int = 400) -> tuple[View, int]:
-        """Return one row of `control.times` (one kind of seconds) for all ranks of the newest generation's plan, and the number of
+        """Return one kind of seconds (a row of `control.times`) of all ranks in the newest generation's plan, and the number of
         ranks."""
         world = self._times.width() // len(times.ROWS)
         return self._times.read([times.block(row, world)], first=first, last=last, most=most), world
@@ -328,7 +332,8 @@ class Source:
         return self._times.span()
 
     def goodput(self) -> tuple[ledger.Goodput, float] | None:
-        """Return the use of the run's time, and the seconds that it covers; of a long log, only the end is read. None at the beginning."""
+        """Return the use of the run's time, and how many seconds it covers. Only the end of a long log is read. The result is
+        None while there is no log."""
         with contextlib.suppress(OSError):
             path = epochs.newest(self.run_dir, events.FILE)
             size = path.stat().st_size
@@ -343,8 +348,8 @@ class Source:
         return self._account[2], self._account[2].wall
 
     def nodes(self) -> dict[str, Any]:
-        """Return the placed, spare and quarantined nodes, as the run's controller last recorded them; empty if the run has no
-        controller."""
+        """Return the nodes that hold ranks, spare nodes and quarantined nodes, as the run's controller last recorded them; empty
+        if the run has no controller."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             found = json.loads(epochs.newest(self.run_dir, "ranks/fleet.json").read_text(encoding="utf-8"))
             state = found.get("state", found)
@@ -360,14 +365,14 @@ class Source:
         return tokens_a_byte({"data": {"path": self.setting("data", "path")}})
 
     def saving(self) -> float | None:
-        """Return the pause of training for a checkpoint, averaged over the newest checkpoints and divided by the steps between two; None
-        without checkpoints."""
+        """Return how long a checkpoint pauses training, averaged over the newest checkpoints and divided by the number of steps
+        between two checkpoints; None without checkpoints."""
         every, saved = self.setting("checkpoint", "every"), list(self.checkpoints)[-SAVES:]
         return sum(one.wait_seconds for one in saved) / len(saved) / every if every and saved else None
 
     def age(self) -> float | None:
-        """Seconds since the newest event. Its logged time may be from another machine's clock, so an event that arrived while this process
-        watched is dated by its arrival."""
+        """Seconds since the newest event. The event's logged time may come from another machine's clock. An event that arrived
+        while this process watched is therefore dated by its arrival."""
         return max(0.0, time.time() - (self._came or self.last_time)) if self.last_time else None
 
     def free(self) -> int | None:
@@ -390,7 +395,8 @@ def _left_out(log: Path, end: int) -> int:
 
 
 def _joined(one: View, other: View) -> View:
-    """Join two views. The second continues the last piece of the first, unless its steps begin before the end of the first."""
+    """Join two views. The second view continues the last piece of the first, unless its steps begin before the end of the first
+    view."""
     if not len(one) or not len(other):
         return one if len(one) else other
     whole = {name: np.concatenate([getattr(one, name), getattr(other, name)]) for name in View.__dataclass_fields__}

@@ -15,7 +15,7 @@ from megalith.watch.source import Source
 from megalith.watch.window import WINDOW, Window, replay, slow_ranks, steady, window
 
 KINDS = ("forward", "backward", "optimizer")
-"""Kinds of computations, which make up a rank's own work."""
+"""The kinds of computations that make up a rank's work."""
 
 NAMES = {"node": "node", "data": "data rank"}
 
@@ -27,7 +27,7 @@ MINIMUM, NOTHING = (
 
 @dataclass(frozen=True)
 class WhatIfAnswer:
-    """The answer to one question. `gain`: the share of a step that would be saved."""
+    """The answer to one question. `gain`: the fraction of a step that would be saved."""
 
     what: str
     which: int | str
@@ -37,7 +37,7 @@ class WhatIfAnswer:
 
 @dataclass(frozen=True)
 class WhatIfAnalysis:
-    """The newest steps, ready for questions. `whole`: the seconds of the median step; 0: not known."""
+    """The newest steps, prepared for what-if questions. `whole`: the seconds of the median step; 0: not known."""
 
     source: Source
     seen: Window
@@ -60,38 +60,39 @@ class WhatIfAnalysis:
 
     @property
     def share(self) -> float:
-        """Share of a whole step that the pipeline's computations and bubble take. The rest does not depend on a rank's own work."""
+        """Return the fraction of a whole step that the pipeline's computations and bubble take. The rest of the step does not
+        depend on the ranks' work."""
         return self._share(self.one.seconds())
 
     def _share(self, seconds: float) -> float:
         return min(1.0, seconds / self.whole) if self.whole > 0 else 1.0
 
     def ask(self, what: str, which: int | str) -> WhatIfAnswer | None:
-        """Answer one question; None if the run has no such rank, node, data rank, stage or kind."""
+        """Answer one what-if question; None if the run has no such rank, node, data rank, stage or kind."""
         now = self.one.own
         if what == "kind":
             if which not in KINDS:
                 return None
-            condition, then = f"With {which} as fast on each rank as on the median rank", self._level(str(which))
+            condition, then = f"If {which} were as fast on each rank as on the median rank,", self._level(str(which))
         else:
             at = np.flatnonzero(self._places[what] == which)
             if not len(at):
                 return None
             if what == "stage":
                 condition, then = (
-                    f"With pipeline rank {which} as fast as the median one",
+                    f"If pipeline rank {which} were as fast as the median one,",
                     levelled(now, self.seen.pipeline, int(which)),
                 )
             else:  # these ranks are compared with all others, whether or not they are so slow that they are named
                 now, usual = steady(self.seen, {**dict.fromkeys(at.tolist(), 1.0), **dict(self.slow)}.items())
                 then = now.copy()
                 then[at] = usual[at]
-                condition = f"Without rank {which}" if what == "rank" else f"With {NAMES[what]} {which} as fast as the others"
+                condition = f"If {NAMES.get(what, what)} {which} were as fast as the others,"
         return self._answer(what, which, condition, now, np.minimum(now, then))
 
     def table(self) -> list[WhatIfAnswer]:
-        """Return the answers for the slowest rank, node, data rank and stage, and for each kind of computation, the largest gain first. A
-        node or data rank that is slow because of one rank is left out."""
+        """Return the answers for the slowest rank, node, data rank and stage, and for each kind of computation, the largest gain
+        first. A node or data rank that is slow only because of one slow rank is left out."""
         over = np.nan_to_num(self.one.own / self.usual, nan=1.0)
         asked: list[tuple[str, int | str]] = [("kind", kind) for kind in KINDS]
         for what in ("rank", "node", "data"):
@@ -113,20 +114,22 @@ class WhatIfAnalysis:
     def _answer(
         self, what: str, which: int | str, condition: str, now: NDArray[np.float64], then: NDArray[np.float64]
     ) -> WhatIfAnswer:
-        """Compare replays with the ranks' seconds `now`, and `then`, which they would be if the condition were true."""
+        """Compare two replays: one with the ranks' seconds of work `now`, and one with `then`, their seconds if the condition
+        were true."""
         before = self.one.seconds(now)
         gain = max(0.0, float(self._share(before) * (1 - self.one.seconds(then) / before))) if before > 0 else 0.0
         less = f"{units.percent(gain)} less time" if gain >= NOTHING else "as long as now"
         return WhatIfAnswer(what, which, gain, f"{condition} a step would take {less}.")
 
     def _level(self, kind: str) -> NDArray[np.float64]:
-        """Return the ranks' work, with the work of one kind reduced to the median rank's where it is more."""
+        """Return the ranks' work. The work of one kind is reduced to that of the median rank wherever it is more."""
         of_kind = self.one.own * self._kinds[kind]
         return self.one.own - np.maximum(0.0, of_kind - np.nanmedian(of_kind))
 
     @cached_property
     def _kinds(self) -> Mapping[str, NDArray[np.float64]]:
-        """Return the share of each kind in a rank's own work. Waits lengthen all kinds alike, so they cancel out in the shares."""
+        """Return the fraction of a rank's work that each kind takes. Waits lengthen all kinds alike, so they do not change these
+        fractions."""
         first, last = int(self.seen.steps[0]), int(self.seen.steps[-1])
         taken = {}
         for kind in KINDS:

@@ -19,8 +19,8 @@ STEADY = 4.0  # times the ranks' usual differences that the slowness must be
 
 @dataclass(frozen=True)
 class Window:
-    """The newest steps of all ranks: `own` seconds by step and rank (NaN: not known). `past`: each rank's work over the median of all other
-    ranks in the first steps of its generation or phase; None: unknown."""
+    """The newest steps of all ranks. `own`: the seconds of work by step and rank, without waits (NaN: not known). `past`: each
+    rank's work relative to the median of all other ranks, in the first steps of its generation or phase; None: unknown."""
 
     own: NDArray[np.float64]
     steps: NDArray[np.int64]
@@ -37,12 +37,12 @@ class Window:
 
     @property
     def alone(self) -> NDArray[np.bool_]:
-        """True for each rank that is the only one with its part of the model."""
+        """For each rank, True if no other rank has the same part of the model."""
         return np.bincount(self.pipeline)[self.pipeline] == 1
 
 
 def window(source: Source, last: int = 2**62) -> Window | None:
-    """Return the newest steps of the newest generation, up to step `last`; None while fewer than ENOUGH steps are known."""
+    """Return the newest steps of the newest generation, up to step `last`; None if fewer than ENOUGH steps are known."""
     span = source.times_span()
     if span is None:
         return None
@@ -58,8 +58,9 @@ def window(source: Source, last: int = 2**62) -> Window | None:
 
 
 def _past(source: Source, before: int) -> NDArray[np.float64] | None:
-    """Return each rank's work over the median of all others, in the first steps of the generation and phase; None if there are too few such
-    steps `before` a step. Another phase may divide the work differently among stages."""
+    """Return each rank's work relative to the median of all others, in the first steps of the generation and phase; None if fewer
+    than ENOUGH such steps precede the step `before`. Earlier phases are left out, because they may divide the work differently
+    among stages."""
     phase = source.phase_at(before)
     begun = phase.step if phase else 0
     whole, _ = source.ranks("own", first=begun, most=WINDOW)
@@ -70,13 +71,15 @@ def _past(source: Source, before: int) -> NDArray[np.float64] | None:
 
 
 def _over_others(own: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return each rank's work over the median of all others, step by step."""
+    """Return each rank's work relative to the median of all others, step by step."""
     return np.stack([row / peers(row, np.zeros(len(row), dtype=np.int64)) for row in own])
 
 
 def slow_ranks(seen: Window) -> list[tuple[int, float]]:
-    """Return the ranks that work consistently longer than their peers, beyond normal differences, each with its factor. Peers are ranks
-    with the same part of the model. A rank without peers is compared with its own past share of the work."""
+    """Return the ranks that work longer than their peers in most steps, and by more than normal differences, each with its
+    factor. Peers are ranks with the same part of the model. A rank without peers is compared with its own work in the past,
+    relative to all other ranks.
+    """
     ratios = np.stack([row / peers(row, seen.pipeline) for row in seen.own])
     if seen.alone.any():
         ratios[:, seen.alone] = 1.0 if seen.past is None else (_over_others(seen.own) / seen.past)[:, seen.alone]
@@ -90,7 +93,7 @@ def slow_ranks(seen: Window) -> list[tuple[int, float]]:
 
 
 def replay(source: Source, own: NDArray[np.float64], seen: Window) -> Replay | None:
-    """Return the replay of a step in which the ranks work for `own` seconds; None if the plan is not known."""
+    """Return the replay of a step in which each rank works for the seconds in `own`; None if the plan is not known."""
     plan, phase = source.plan, source.phase_at(int(seen.steps[-1]))
     batch = phase.global_batch if phase else source.setting("train", "global_batch")
     if plan is None or not batch or plan.ranks != len(own):
@@ -99,9 +102,9 @@ def replay(source: Source, own: NDArray[np.float64], seen: Window) -> Replay | N
 
 
 def steady(seen: Window, slow: Iterable[tuple[int, float]]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return each rank's seconds of work in the median step, and its seconds if no rank were slow. `slow`: slow ranks with their factors.
-    Other ranks differ only by chance, so each gets the median of ranks with the same part of the model. Otherwise the slowest of many ranks
-    could by chance hide the cost of a slow one.
+    """Return each rank's seconds of work in the median step, and the seconds that it would work if no rank were slow. `slow`: the
+    slow ranks with their factors. Other ranks differ only by chance, so each is given the median of the ranks with the same part
+    of the model. Otherwise the rank that happens to be the slowest of many could hide the cost of a slow rank.
     """
     middle, factors = medians(seen.own), dict(slow)
     named = np.array(sorted(factors), dtype=np.int64)

@@ -153,4 +153,4 @@ def test_a_folder_without_a_checkpoint_is_distinguished_from_one_that_does_not_e
     assert files.nothing_text(tmp_path).startswith(f"{tmp_path}: no checkpoint here. Give")
     assert "does not exist, so there is no checkpoint here (relative paths start at" in files.nothing_text(tmp_path / "absent")
     (tmp_path / "config.json").write_text("{}")
-    assert f"Convert it: megalith import {tmp_path} --out FOLDER" in files.nothing_text(tmp_path)
+    assert f"Convert this model: megalith import {tmp_path} --out FOLDER" in files.nothing_text(tmp_path)

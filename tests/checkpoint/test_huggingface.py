@@ -341,7 +341,7 @@ def test_a_tensor_that_two_files_hold_is_named_with_both(tmp_path):
     first, second = sorted((tmp_path / "out").glob("model-*.safetensors"))[:2]
     name, tensor = next(iter(load_file(first).items()))
     save_file(load_file(second) | {name: tensor + 1}, second)
-    with pytest.raises(ForeignModelError, match=f"{second.name} holds tensors .* {name} is in .*{first.name} too"):
+    with pytest.raises(ForeignModelError, match=f"{second.name} holds tensors .* {name} is also in .*{first.name}"):
         read_weights(tmp_path / "out")
 
 

@@ -72,7 +72,7 @@ def _odd_layouts(rank):
 def test_two_plain_shards_of_one_dim_nest_left_to_right_and_unfinished_sums_are_refused():
     ranks = run_ranks(_odd_layouts, 4)
     assert [found["twice"].offset for found in ranks] == [(0, 0), (3, 0), (6, 0), (9, 0)]
-    assert all("sum is an unfinished sum" in found["sum"] for found in ranks)
+    assert all("sum is an unreduced partial sum" in found["sum"] for found in ranks)
 
 
 def _boxes(rank, layout):

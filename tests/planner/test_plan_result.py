@@ -423,7 +423,7 @@ def test_what_sites_leave_out_is_chosen_for_their_link_and_written(tmp_path: Pat
     written = checked.resolved.spec
     assert not checked.errors and written.sites == linked.chosen and written.train.global_batch == 16
     said = plans.across(found)
-    assert f"inner_steps = {linked.proposed.inner_steps}, " in said and "as the run file says" in said
+    assert f"inner_steps = {linked.proposed.inner_steps}, " in said and "with the run file's method" in said
 
 
 @pytest.mark.slow

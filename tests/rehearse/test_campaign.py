@@ -31,7 +31,7 @@ def test_what_a_run_is_not_made_for_is_left_out_with_the_reason():
     assert "kill" in kinds
     assert "gradient" not in kinds
     some = FleetSpec(nodes=2, verify_every=4)
-    once = 'fleet.verify = "one": it recomputes apart from the step, so it cannot detect a one-off error within the step'
+    once = 'fleet.verify = "one": verification computes the step again, so it misses a one-off error in the first pass'
     there = {"own_disk": True, "own_data": True, "no_network": None}
     assert possible(some, **there)[0].items() >= {"once": once}.items()
     whole = some.model_copy(update={"verify": "all"})
@@ -48,7 +48,7 @@ def test_faults_that_come_at_chosen_steps_alone_are_named_with_what_that_means()
     told = aimed(FleetSpec(verify_every=4, verify="all"), checkpoint_every=10, kinds=("once", "full", "kill"))
     assert told["full"] == "when a checkpoint is due, every 10th step"
     assert "with probability 1/4" in told["once"]
-    assert "for certain at any step" in aimed(FleetSpec(verify_every=1), checkpoint_every=0, kinds=("once",))["once"]
+    assert "detected at whichever step it comes" in aimed(FleetSpec(verify_every=1), checkpoint_every=0, kinds=("once",))["once"]
     assert aimed(FleetSpec(), checkpoint_every=0, kinds=("kill",)) == {}
 
 

@@ -123,7 +123,7 @@ def test_another_end_state_is_not_passed(tmp_path: Path):
 
 
 def test_another_loss_in_one_step_is_not_passed(tmp_path: Path):
-    assert _judged(tmp_path, loss=0.5).problems == ("steps with other losses: 1, first 8",)
+    assert _judged(tmp_path, loss=0.5).problems == ("steps whose loss, gradient norm or tokens differ: 1, first 8",)
 
 
 def test_the_wrong_rank_blamed_is_not_passed(tmp_path: Path):
@@ -136,7 +136,7 @@ def test_a_fault_that_never_came_is_not_passed(tmp_path: Path):
     whole, faulted, file = _runs(tmp_path)
     next((tmp_path / "faults.came").glob("1-*")).unlink()
     found = _of(whole, faulted, file)
-    assert found.problems == ("fault 1 (stop at step 6) never came",)
+    assert found.problems == ("fault 1 (stop at step 6) was never injected",)
     (alarm,) = found.false_alarms  # an incident that no fault explains
     assert (alarm.cause, alarm.step, alarm.rank, alarm.seconds, alarm.lost_steps) == ("hang", 6, 2, 1.0, 1)
     said = list(sentences(found))
@@ -201,10 +201,10 @@ def test_speeds_are_asked_only_where_they_are_given_and_missing_them_is_not_pass
     assert met.passed, met.problems
     missed = _judged(tmp_path / "missed", aims=Aims(median=0.7, most=0.9, minutes=0.4, silence=1.01))
     assert missed.problems == (
-        "recovery in the median 0.75 s, 0.7 s was the limit",
-        "recovery at the 99th percentile 1.00 s, 0.9 s was the limit",
-        "both runs 0.50 min, 0.4 min was the limit",
-        "silence of a hang 1.02 of its limit, 1.01 of its limit was the limit",
+        "recovery in the median 0.75 s, above the allowed 0.7 s",
+        "recovery at the 99th percentile 1.00 s, above the allowed 0.9 s",
+        "both runs 0.50 min, above the allowed 0.4 min",
+        "silence of a hang 1.02 times its limit, above the allowed 1.01 times its limit",
     )
     assert "limit: recovery in the median 0.7 s; found: 0.75 s" in list(sentences(missed))
 

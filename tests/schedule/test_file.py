@@ -35,7 +35,7 @@ def test_a_file_is_a_schedule_that_a_plan_can_name(tmp_path):
     ("old", "new", "said"),
     [
         ("stages = 2", "stages = two", ["line 4: stages = 'two'. Write a number"]),
-        ("placement = 0 1", "placement = first", ["line 6: placement = 'first'. Write a rank for each stage"]),
+        ("placement = 0 1", "placement = first", ["line 6: placement = 'first'. Write one rank for each stage"]),
         ("placement = 0 1", "order = 0 1", ["line 6: 'order = 0 1' is not understood"]),
         ("0F1", "0X1", ["line 8: '0X1' is not an action"]),
         ("0F1", "0F1 0SEND_F1", ["line 8: 0SEND_F1 is communication"]),

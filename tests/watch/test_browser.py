@@ -98,7 +98,8 @@ def test_values_are_shown_below_the_pointer_and_a_drag_zooms(browser: Browser, d
 
 
 @pytest.mark.parametrize(
-    ("sort", "rank", "words"), [("rank", 37, "Without rank 37 a step would take"), ("stage", 37, "With pipeline rank 2 as fast")]
+    ("sort", "rank", "words"),
+    [("rank", 37, "If rank 37 were as fast as the others, a step would take"), ("stage", 37, "If pipeline rank 2 were as fast")],
 )
 def test_a_click_on_a_rank_asks_what_a_step_would_take_without_it(
     sort: str, rank: int, words: str, browser: Browser, drawn: tuple[Path, Path]

@@ -89,4 +89,4 @@ def test_the_command_asks_too(tmp_path: Path) -> None:
     write_timed(tmp_path, plan, [kinds] * STEPS)
     found = CliRunner().invoke(app, ["watch", str(tmp_path), "--json", "what-if", "--ask", "rank=3"])
     (answer,) = json.loads(found.output)["without"]
-    assert answer["words"].startswith("Without rank 3 a step would take ") and answer["gain"] > 0.05
+    assert answer["words"].startswith("If rank 3 were as fast as the others, a step would take ") and answer["gain"] > 0.05

@@ -1,6 +1,7 @@
-"""Import and export of DeepSeek-V2 and V3, and of Kimi K2, which has the format of V3. Their rotary positions pair neighbouring
-channels, ours channel i with i + rope_dim / 2, so the rows for these channels are reordered. Their modules for multi-token prediction
-are further layers after the model's, each with copies of the embedding and the output.
+"""Import and export of DeepSeek-V2 and V3, and of Kimi K2, which has the format of V3. DeepSeek's rotary positions pair
+neighbouring channels, whereas Megalith's pair channel i with i + rope_dim / 2, so the weights' rows for these channels are
+reordered. DeepSeek stores modules for multi-token prediction as additional layers after the model's own, each with a copy of the
+embedding and the output.
 """
 
 from collections.abc import Collection, Sequence
@@ -30,7 +31,6 @@ STRETCH = {  # our field -> their setting
 
 
 def _turned(ours: str, theirs: str, heads: int, channels: int) -> Piece:
-    """A matrix whose rows produce `heads` heads; the last `channels` of each head are rotated."""
 
     def ordered(found: Sequence[Tensor], *, pairs: bool) -> list[Tensor]:
         rows = found[0].unflatten(0, (heads, -1))
@@ -73,7 +73,7 @@ def _experts(spec: DeepSeek) -> list[Piece]:
 
 
 def _copied(piece: Piece, copies: Sequence[str]) -> Piece:
-    """Return `piece` extended for a tensor that their files also hold under the names `copies`."""
+    """Return `piece` for a tensor that DeepSeek's files also hold under the names `copies`."""
     if not copies:
         return piece
     names = piece.theirs + tuple(copies)
@@ -81,7 +81,6 @@ def _copied(piece: Piece, copies: Sequence[str]) -> Piece:
 
 
 def _ahead(block: Sequence[Piece], depth: int, layer: int) -> list[Piece]:
-    """Return the pieces of a multi-token prediction module, as in DeepSeek-V3's release."""
     own = [
         same("norm_embedding.weight", "enorm.weight"),
         same("norm_hidden.weight", "hnorm.weight"),
@@ -119,7 +118,6 @@ def _write(spec: DeepSeek) -> Json:
 
 
 def _read_yarn(config: Json) -> Read:
-    """Read the settings of YaRN, if the model has it."""
     rope = rope_settings(config)
     problems = uneven_rotation(rope)
     if rope["rope_type"] not in ("default", "yarn"):
@@ -128,7 +126,7 @@ def _read_yarn(config: Json) -> Read:
         return Read({"rope_theta": rope["rope_theta"], "rope_scaling": None}, problems)
     given = {ours: rope[theirs] for ours, theirs in STRETCH.items() if rope.get(theirs) is not None}
     problems += [f"rope_type yarn without {STRETCH[ours]}" for ours in ("factor", "original_context") if ours not in given]
-    problems += [f"rope {key} = {rope[key]!r}; only the usual one can be represented" for key in _unusual(rope)]
+    problems += [f"rope {key} = {rope[key]!r}; Megalith supports only the default" for key in _unusual(rope)]
     problems += _two_readings(given.get("mscale"), given.get("mscale_all_dim"))
     return Read({"rope_theta": rope["rope_theta"], "rope_scaling": given}, problems)
 
@@ -139,12 +137,12 @@ def _unusual(rope: Json) -> list[str]:
 
 
 def _two_readings(mscale: Any, all_dim: Any) -> list[str]:
-    """Return the problem of one `mscale` without the other: for the missing one, DeepSeek's code uses 1.0, whereas transformers then
-    uses neither."""
+    """Return the problem if YaRN gives only one of `mscale` and `mscale_all_dim`. DeepSeek's code uses 1.0 for the missing
+    setting; transformers then ignores both settings."""
     if (mscale and all_dim) or (mscale in (None, 1.0) and not all_dim):
         return []
     found = f"mscale = {_given(mscale)} with mscale_all_dim = {_given(all_dim)}"
-    return [f"{found}, which transformers and DeepSeek read differently; give both, or 1.0 and 0.0"]
+    return [f"{found}: transformers and DeepSeek read this differently. Give both, or mscale = 1.0 and mscale_all_dim = 0.0"]
 
 
 def _given(value: Any) -> str:
@@ -170,26 +168,25 @@ def _read_v3(config: Json) -> Read:
 
 
 def _without_missing(spec: DeepSeek, names: Collection[str]) -> DeepSeek:
-    """Return the spec without modules for multi-token prediction whose weights are missing: transformers counts but does not save
-    them."""
+    """Return the spec without multi-token prediction if the weights of its modules are missing: transformers counts these modules
+    in config.json but does not save them."""
     there = any(name.startswith(f"model.layers.{spec.layers}.") for name in names)
     return spec if there else spec.model_copy(update={"ahead": 0})
 
 
 def _refuse(spec: DeepSeek) -> list[str]:
-    """Return the problems of router settings that transformers' class for the model does not support."""
     wanted: dict[str, Any] = {"group_score": "top2"}
     if spec.scores == "softmax":
         wanted = {"group_score": "max", "normalise": False, "bias_rate": 0.0, "ahead": 0}
     if spec.groups == 1:
         del wanted["group_score"]
     problems = [
-        f"{field} = {getattr(spec, field)!r} with scores = {spec.scores!r}: transformers' class has only {value!r}"
+        f"{field} = {getattr(spec, field)!r} with scores = {spec.scores!r}: transformers' class for this model supports only {value!r}"
         for field, value in wanted.items()
         if getattr(spec, field) != value
     ]
     if spec.shared_experts == 0:
-        problems.append("shared_experts = 0: transformers' classes have at least one")
+        problems.append("shared_experts = 0: transformers' classes need at least one")
     if spec.dim % spec.heads and spec.scores == "softmax":
         problems.append(f"transformers needs heads to divide dim, but {spec.heads} does not divide {spec.dim}")
     scaling = spec.rope_scaling

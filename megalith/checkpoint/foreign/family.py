@@ -23,15 +23,16 @@ KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "router_aux_loss_coef": ((int, float), "a number"),
     "num_experts_per_tok": ((int,), "a whole number"),
 }
-"""Settings that `read` functions compute with: the allowed types of their values, and a name for these types. The spec checks all other
-values."""
+"""Settings with which `read` functions compute: the types allowed for their values, and a name for these types. The values of all
+other settings are checked as fields of the spec."""
 
 SIZES = {"vocab": "vocab_size", "dim": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}
-"""Map from our field to their setting, in families since Llama."""
+"""Map from fields of Megalith's spec to transformers' settings, common to all families since Llama."""
 
 
 def habits(*, context: int, norm_eps: float, tied: bool) -> dict[str, tuple[str, Any]]:
-    """Map from our field to their setting (the same in all families since Llama), and transformers' default for it in one family."""
+    """Return a map from fields of Megalith's spec to transformers' settings, which are the same in all families since Llama; each
+    setting comes with the default that transformers has for one family."""
     return {
         "context": ("max_position_embeddings", context),
         "norm_eps": ("rms_norm_eps", norm_eps),
@@ -41,12 +42,12 @@ def habits(*, context: int, norm_eps: float, tied: bool) -> dict[str, tuple[str,
 
 
 class ForeignModelError(ValueError):
-    """The model cannot be represented here, or only in part; the text lists every reason."""
+    """Megalith cannot represent the model, or only a part of it; the text lists every reason."""
 
 
 @dataclass(frozen=True)
 class Read:
-    """Fields of our spec that were read from a configuration, and the problems: settings that cannot be represented."""
+    """Fields of Megalith's spec that were read from a configuration, and the problems: settings that Megalith cannot represent."""
 
     fields: Json
     problems: list[str] = field(default_factory=list)
@@ -54,34 +55,35 @@ class Read:
 
 @dataclass(frozen=True)
 class Foreign:
-    """Conversion of one family, both ways. Tables map our spec's fields to their settings; two functions handle settings that do not
-    map one to one."""
+    """Conversion of one model family between transformers' format and Megalith's. Tables map fields of Megalith's spec to
+    transformers' settings; two functions, `write` and `read`, convert settings that do not map one to one."""
 
     spec: type[Spec]
     architecture: str
     model_type: str
     pieces: Callable[[Any], list[Piece]]
-    """Returns the tensors of a model of the family."""
+    """Returns the pieces of a model of this family: its tensors in both formats, and their conversion."""
     needed: Mapping[str, str]
-    """Map from our field to their setting, for settings that a configuration must have."""
+    """Map from fields of Megalith's spec to transformers' settings, for settings that every configuration has."""
     optional: Mapping[str, tuple[str, Any]]
-    """Map from our field to their setting, and transformers' own default for it."""
+    """Map from fields of Megalith's spec to transformers' settings, each with transformers' own default."""
     fixed: Mapping[str, tuple[Any, ...]]
-    """Map from their setting to the values that match our modules, first the one to write; None: the setting is absent."""
+    """Map from transformers' settings to the values that match Megalith's modules; the first value is the one to write, and None
+    means that the setting is absent."""
     write: Callable[[Any], Json] = lambda spec: {}
-    """Returns their further settings for a spec; these override the tables above."""
+    """Returns further transformers settings for a spec; these override the tables above."""
     read: Callable[[Json], Read] = lambda config: Read({})
-    """Returns our further fields; these override the tables above."""
+    """Returns further fields of Megalith's spec; these override the tables above."""
     further: Mapping[str, str] = field(default_factory=dict)
-    """Map from a field that `read` fills to the setting it comes from, if the names differ."""
+    """Map from a field that `read` fills to the transformers setting from which its value comes, if the names differ."""
     refuse: Callable[[Any], list[str]] = lambda spec: []
-    """Returns the reasons why a spec cannot be written."""
+    """Returns the reasons why a spec cannot be written in transformers' format."""
     prefix: str = "model."
-    """Prefix of all their names except the output's; old files lack this prefix."""
+    """Prefix of all of transformers' tensor names except the output's; tensor names in old files lack this prefix."""
     without_missing: Callable[[Any, Collection[str]], Any] = lambda spec, names: spec
-    """Return the spec without those optional parts that have no tensor among these names."""
+    """Returns the spec without those optional parts of the model that have no tensor in `names`."""
     computed: tuple[str, ...] = ("rotary_emb.inv_freq",)
-    """Name endings of tensors in old files that follow from the configuration."""
+    """Name endings of tensors in old files that can be computed from the configuration, and are not read."""
     exact: tuple[str, ...] = ()
     """Name endings of tensors that transformers keeps in fp32, whatever the dtype of the others."""
 
@@ -97,8 +99,8 @@ class Foreign:
         return {"architectures": [self.architecture], "model_type": self.model_type} | written | self.write(spec)
 
     def understood(self, config: Json, *, name: str) -> Any:
-        """Return the spec that a configuration describes. Raises ForeignModelError with every setting that cannot be represented
-        here."""
+        """Return the spec that a configuration describes. Raises ForeignModelError with every setting that Megalith cannot
+        represent."""
         fixed = {"architectures": ([self.architecture], None), "quantization_config": (None,)} | dict(self.fixed)
         problems = [
             f"{setting} = {config.get(setting)!r}; only {' or '.join(map(repr, values))} can be represented"
@@ -123,12 +125,12 @@ class Foreign:
             raise ForeignModelError("cannot be represented here:\n  " + "\n  ".join([*problems, *given]))
         if found.problems:
             raise ForeignModelError(
-                "holds values that cannot be used; correct them there:\n  " + "\n  ".join(map(self._told, found.problems))
+                "holds invalid values; correct these settings in this file:\n  " + "\n  ".join(map(self._told, found.problems))
             )
         return found.spec
 
     def _told(self, problem: Problem) -> str:
-        """Return a problem of the spec, with the names of the settings from which its values came."""
+        """Return the text of a spec's problem, with the names of the transformers settings from which the values came."""
         theirs = dict(self.needed) | {ours: setting for ours, (setting, _) in self.optional.items()} | dict(self.further)
         ours = problem.key.split(".")[-1]  # "factor" of rope_scaling.factor: the table is in either of two settings
         reason = re.sub(r"\b(\w+)(?= = )", lambda word: theirs.get(word[1], word[1]), problem.reason)
@@ -136,13 +138,13 @@ class Foreign:
 
     @property
     def family(self) -> str:
-        """Return our name of the family."""
+        """Return Megalith's name of this model family."""
         return self.spec.model_fields["family"].default
 
 
 def rope_settings(config: Json) -> Json:
-    """Return the rotary settings in the form of transformers 5: always with "rope_type" and "rope_theta". transformers 4 knows only
-    `rope_scaling`; if that is set, `rope_parameters` are ignored.
+    """Return the rotary settings in the form of transformers 5: always with "rope_type" and "rope_theta". transformers 4 has only
+    `rope_scaling`; if `rope_scaling` is set, `rope_parameters` is ignored.
     """
     found: Json = config.get("rope_scaling") or config.get("rope_parameters") or {}
     beside = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if key in config}
@@ -165,12 +167,12 @@ YARN = {
     "beta_slow": "beta_slow",
 }
 STRETCHES: dict[str, Mapping[str, str]] = {"llama3": LLAMA3, "yarn": YARN, "linear": {"factor": "factor"}}
-"""Map from the kind of context extension to our fields and their settings. Defaults are those of transformers, except for YaRN's first
-two."""
+"""Map from the kind of context extension to a map from Megalith's fields to transformers' settings. Missing settings get
+transformers' defaults, except that YaRN's `factor` and `original_context` must be given."""
 
 
 def scaled_rope(config: Json) -> Read:
-    """Read the rotary base and the context extension, for a family that may have any of `STRETCHES`."""
+    """Read the rotary base and the context extension, for a family that supports every kind in `STRETCHES`."""
     rope = rope_settings(config)
     kind, problems = rope["rope_type"], uneven_rotation(rope)
     if kind == "default":
@@ -184,7 +186,7 @@ def scaled_rope(config: Json) -> Read:
     usual: Json = {"attention_factor": (None,), "mscale": (None,), "mscale_all_dim": (None,), "truncate": (None, True)}
     for key, values in usual.items() if kind == "yarn" else ():
         if rope.get(key) not in values:
-            problems.append(f"rope {key} = {rope[key]!r}; only the usual one can be represented")
+            problems.append(f"rope {key} = {rope[key]!r}; Megalith supports only the default")
     return Read({"rope_theta": rope["rope_theta"], "rope_scaling": {"kind": kind} | given}, problems)
 
 
@@ -198,7 +200,7 @@ def write_scaled_rope(spec: Any) -> Json:
 
 
 def no_further_yarn(spec: Any) -> list[str]:
-    """Return the problem of a YaRN whose temperature differs from that of transformers."""
+    """Return the problem of YaRN settings whose attention temperature differs from transformers'."""
     scaling = spec.rope_scaling
     if scaling is None or scaling.kind != "yarn" or (scaling.mscale, scaling.mscale_all_dim) == (1.0, 0.0):
         return []
@@ -208,7 +210,7 @@ def no_further_yarn(spec: Any) -> list[str]:
 
 
 def plain_rope(config: Json) -> Read:
-    """Read the rotary base, for a family that has no context extension here."""
+    """Read the rotary base, for a family that has no context extension in Megalith."""
     rope = rope_settings(config)
     plain = rope["rope_type"] == "default"
     problems = [] if plain else [f"rope_type = {rope['rope_type']!r}; only 'default' can be represented"]
@@ -216,11 +218,13 @@ def plain_rope(config: Json) -> Read:
 
 
 def uneven_rotation(rope: Json) -> list[str]:
-    """Return the problems of rotary settings that leave out channels, or that differ between layers."""
+    """Return the problems of rotary settings that rotate only some channels of a head, or that differ between layers."""
     part, nested = rope.get("partial_rotary_factor"), [key for key, value in rope.items() if isinstance(value, dict)]
-    problems = [] if part in (None, 1.0) else [f"partial_rotary_factor = {part!r}; only whole heads are rotated here"]
+    problems = (
+        [] if part in (None, 1.0) else [f"partial_rotary_factor = {part!r}; Megalith rotates only whole heads in this family"]
+    )
     if nested:
-        problems.append(f"separate rotary settings for {' and '.join(nested)}; all layers are rotated alike here")
+        problems.append(f"separate rotary settings for {' and '.join(nested)}; Megalith rotates all layers alike in this family")
     return problems
 
 
@@ -231,7 +235,7 @@ def write_rope(theta: float, stretch: Json | None = None) -> Json:
 
 
 def heads_divide(spec: Any) -> list[str]:
-    """Return a problem if heads do not divide dim, which transformers requires for some families."""
+    """Return the problem if the number of heads does not divide dim, as transformers requires for some families."""
     if spec.dim % spec.heads == 0:
         return []
     return [f"transformers needs heads to divide dim, but {spec.heads} does not divide {spec.dim}"]

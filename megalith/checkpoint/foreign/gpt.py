@@ -1,4 +1,4 @@
-"""GPT-2, from and to transformers, which treats GPT-3 as GPT-2."""
+"""Conversion of GPT-2 and GPT-3 from and to transformers' format, in which GPT-3 is a GPT-2 model."""
 
 from megalith.checkpoint.foreign.family import Foreign, Json
 from megalith.checkpoint.foreign.weights import Piece, joined, layers, same, transposed

@@ -1,4 +1,4 @@
-"""Mistral's dense models, from and to transformers."""
+"""Conversion of Mistral's dense models from and to transformers' format."""
 
 from megalith.checkpoint.foreign.family import (
     LLAMA3,

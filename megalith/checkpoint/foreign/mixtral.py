@@ -20,13 +20,13 @@ BALANCE = {"balance_weight": "router_aux_loss_coef"}  # our field -> the setting
 
 
 def write_balance(balance_weight: float, active: int) -> Json:
-    """Return our weight of the balance loss as their setting. Their loss sums over a token's `active` experts, ours takes the mean, so
-    our weight is divided."""
+    """Return transformers' setting for the balance loss. transformers sums the loss over a token's `active` experts, whereas
+    Megalith takes the mean, so Megalith's weight is divided by `active`."""
     return {"router_aux_loss_coef": balance_weight / active}
 
 
 def read_balance(config: Json, default: float) -> Json:
-    """Return the weight of our balance loss: their weight times the number of active experts."""
+    """Return the weight of Megalith's balance loss: transformers' weight times the number of active experts."""
     return {"balance_weight": config.get("router_aux_loss_coef", default) * config.get("num_experts_per_tok", 0)}
 
 

@@ -1,4 +1,5 @@
-"""Nemotron-4, from and to transformers. Rotary positions rotate the first channels of a head there, but the last ones here."""
+"""Conversion of Nemotron-4 from and to transformers' format. transformers rotates the first channels of a head, Megalith the last
+ones."""
 
 from megalith.checkpoint.foreign.family import SIZES, Foreign, Json, Read, habits, plain_rope, rope_settings, write_rope
 from megalith.checkpoint.foreign.weights import Piece, ends, layers, same, turned_last

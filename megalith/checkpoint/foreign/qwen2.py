@@ -1,4 +1,4 @@
-"""Qwen2's and Qwen2.5's dense models, from and to transformers."""
+"""Conversion of Qwen2's and Qwen2.5's dense models from and to transformers' format."""
 
 from megalith.checkpoint.foreign.family import (
     LLAMA3,

@@ -1,4 +1,4 @@
-"""Qwen3's dense models, from and to transformers."""
+"""Conversion of Qwen3's dense models from and to transformers' format."""
 
 from megalith.checkpoint.foreign.family import SIZES, Foreign, Json, Read, habits, plain_rope, write_rope
 from megalith.checkpoint.foreign.weights import ATTENTION, GATED_MLP, NORMS, Piece, ends, layers, same

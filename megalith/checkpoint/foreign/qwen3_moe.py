@@ -1,4 +1,4 @@
-"""Qwen3's mixtures of experts, from and to transformers."""
+"""Conversion of Qwen3's mixtures of experts from and to transformers' format."""
 
 from megalith.checkpoint.foreign.family import SIZES, Foreign, Json, Read, habits, plain_rope, write_rope
 from megalith.checkpoint.foreign.mixtral import BALANCE, read_balance, write_balance
@@ -32,14 +32,15 @@ def _read(config: Json) -> Read:
 
 
 def _dense_layers(config: Json) -> tuple[list[int], list[str]]:
-    """Return the layers without experts, as transformers chooses them: those of `mlp_only_layers`, and all whose number (from 1) is not
-    a multiple of `decoder_sparse_step`. Also return the problems of these two settings."""
+    """Return the layers without experts, as transformers chooses them: the layers in `mlp_only_layers`, and all whose number
+    (from 1) is not a multiple of `decoder_sparse_step`. Also return the problems of `mlp_only_layers` and `decoder_sparse_step`.
+    """
     every, listed, layers = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers"), config.get("num_hidden_layers")
     problems = []
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-        problems.append(f"decoder_sparse_step = {every!r}: a whole number from 1 on is needed")
+        problems.append(f"decoder_sparse_step = {every!r}: it must be a whole number of at least 1")
     if listed is not None and not (isinstance(listed, list) and all(isinstance(one, int) for one in listed)):
-        problems.append(f"mlp_only_layers = {listed!r}: a list of whole numbers is needed")
+        problems.append(f"mlp_only_layers = {listed!r}: it must be a list of whole numbers")
     if problems or not isinstance(layers, int):
         return [], problems
     return [number for number in range(layers) if number in (listed or ()) or (number + 1) % every], []

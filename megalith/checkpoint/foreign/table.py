@@ -1,4 +1,4 @@
-"""The table of all families that transformers has too. For a new family, add a module in this folder and a line here."""
+"""The table of all model families that transformers has too. A new family needs a module in this folder and a row in this table."""
 
 from megalith.checkpoint.foreign.bloom import BLOOM
 from megalith.checkpoint.foreign.deepseek import DEEPSEEK

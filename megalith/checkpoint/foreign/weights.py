@@ -1,4 +1,4 @@
-"""The mapping between transformers' tensors and ours: which tensors hold the same numbers, and in which layout."""
+"""The mapping between transformers' tensors and Megalith's: which tensors hold the same numbers, and in which layout."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,32 +11,34 @@ Convert = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class Piece:
-    """Some of our tensors, their tensors with the same numbers, and the conversion in both directions."""
+    """Some of Megalith's tensors, transformers' tensors with the same numbers, and the conversion in both directions."""
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
     to_theirs: Convert
     to_ours: Convert
     copied: bool = False
-    """True if each of their tensors holds all the numbers: the first one is read, and the others are compared with it."""
+    """True if each of transformers' tensors holds all the numbers: the first tensor is read, and the others are compared with it.
+    """
 
     def under(self, ours: str, theirs: str) -> "Piece":
-        """Return the same pieces with prefixes before all names."""
+        """Return the same piece with a prefix before each tensor name, one prefix for Megalith's names and one for transformers'."""
         return replace(self, ours=tuple(ours + name for name in self.ours), theirs=tuple(theirs + name for name in self.theirs))
 
 
 def same(ours: str, theirs: str) -> Piece:
-    """One tensor with our name and their name."""
+    """Return the `Piece` for a tensor that differs only in its name."""
     return Piece((ours,), (theirs,), list, list)
 
 
 def transposed(ours: str, theirs: str) -> Piece:
-    """A matrix that the other format stores as [in, out]."""
+    """Return the `Piece` for a matrix that transformers stores transposed, as [in, out]."""
     return Piece((ours,), (theirs,), lambda found: [found[0].T], lambda found: [found[0].T])
 
 
 def joined(ours: Sequence[str], theirs: str, *, transpose: bool = False) -> Piece:
-    """Tensors with equally many rows, which the other format concatenates by rows; `transpose`: and stores as [in, out]."""
+    """Return the `Piece` for tensors with equally many rows, which transformers concatenates by rows. `transpose`: transformers
+    stores the result as [in, out]."""
 
     def to_theirs(found: Sequence[Tensor]) -> list[Tensor]:
         whole = torch.cat(tuple(found))
@@ -49,8 +51,8 @@ def joined(ours: Sequence[str], theirs: str, *, transpose: bool = False) -> Piec
 
 
 def interleaved(ours: Sequence[str], theirs: str, *, heads: int) -> Piece:
-    """Tensors with the rows of `heads` heads each, which the other format stores as one: the first head's rows of each, then the
-    second's, and so on."""
+    """Return the `Piece` for tensors that each have the rows of `heads` heads. transformers stores them as one tensor: the rows
+    of the first head from each tensor, then the rows of the second head, and so on."""
 
     def to_theirs(found: Sequence[Tensor]) -> list[Tensor]:
         return [torch.stack([one.unflatten(0, (heads, -1)) for one in found], dim=1).flatten(0, 2)]
@@ -62,8 +64,8 @@ def interleaved(ours: Sequence[str], theirs: str, *, heads: int) -> Piece:
 
 
 def turned_last(ours: str, theirs: str, *, heads: int, channels: int) -> Piece:
-    """A matrix with the rows of `heads` heads. Rotary positions rotate the last `channels` rows of each head here, and the first ones
-    there."""
+    """Return the `Piece` for a matrix with the rows of `heads` heads. Megalith rotates the last `channels` rows of each head,
+    transformers the first."""
 
     def to_theirs(found: Sequence[Tensor]) -> list[Tensor]:
         return [found[0].unflatten(0, (heads, -1)).roll(channels, 1).flatten(0, 1)]
@@ -75,13 +77,14 @@ def turned_last(ours: str, theirs: str, *, heads: int, channels: int) -> Piece:
 
 
 def stacked(ours: str, theirs: str, count: int) -> Piece:
-    """Experts that we store as one tensor [experts, ...], and they as one tensor each: "{e}" in their name is the expert's number."""
+    """Return the `Piece` for `count` experts. Megalith stores all experts as one tensor [experts, ...], transformers as one
+    tensor each, with the expert's number at "{e}" in `theirs`."""
     names = tuple(theirs.replace("{e}", str(expert)) for expert in range(count))
     return Piece((ours,), names, lambda found: found[0].unbind(), lambda found: [torch.stack(tuple(found))])
 
 
 def layers(pieces: Iterable[Piece], numbers: Iterable[int], theirs: str = "model.layers.") -> list[Piece]:
-    """Return the pieces of a block, repeated for each layer in `numbers`."""
+    """Return the pieces of a block for each layer in `numbers`."""
     pieces = list(pieces)
     return [piece.under(f"blocks.{i}.", f"{theirs}{i}.") for i in numbers for piece in pieces]
 
@@ -95,7 +98,7 @@ def convert_to_theirs(pieces: Iterable[Piece], weights: Mapping[str, Tensor]) ->
 
 
 def convert_to_ours(pieces: Iterable[Piece], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert their weights to ours; tensors that no piece names are left out."""
+    """Convert transformers' weights to Megalith's; tensors that no piece names are left out."""
     found: dict[str, Tensor] = {}
     for piece in pieces:
         found |= zip(piece.ours, piece.to_ours([weights[name] for name in piece.theirs]), strict=True)
