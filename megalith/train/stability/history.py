@@ -3,6 +3,9 @@ equal on every rank and, like the run's position, part of copies and checkpoints
 run was killed. Bands are computed from logarithms: the median of the newest numbers, and the median change from one to the next.
 Neither a falling loss nor a few outliers widen such a band. (OLMo-core uses the mean and standard deviation of a window, which both
 widen.)
+
+One step outside a band is not yet a spike, because a single batch of unusual text has a high loss too. An unstable run stays outside, or
+leaves by far.
 """
 
 import json
@@ -22,6 +25,12 @@ their band by noise: of 5,000 clean losses of single batches of a small Llama, t
 few times the usual are common in the first hundred updates, and clipping handles them."""
 JUDGED_FROM = 32  # numbers that make a band; a shorter window needs half of its own
 LEVEL = 16  # the newest numbers, whose median is a band's base
+GROSS = 2.0
+"""Times the distance from the median to the end of a band, in logarithms: a number so far out is a spike by itself. If the tail of the
+noise is exponential, that is as rare as two steps in a row at the end of the band."""
+AFTER = 0.5
+"""Part of that distance: a band's end in the step after one outside. A rate that was too high for ten steps raised the loss for all of
+them, but not above the whole band twice in a row."""
 CALM = 8  # steps inside all bands that end a spike
 TINY = 1e-300  # for the logarithm of a number that is 0
 RECENT = 8  # steps before a spike in which a change of the learning rate may be its cause
@@ -39,6 +48,12 @@ class Departure:
     """The median of the newest numbers."""
     end: float
     """Limit of the band."""
+
+    @property
+    def gross(self) -> bool:
+        """True if the value is a spike by itself."""
+        middle = math.log(max(self.middle, TINY))
+        return math.log(self.value) - middle >= GROSS * (math.log(self.end) - middle)
 
     def __str__(self) -> str:
         return f"{self.name} {self.value:.4g} above {self.end:.4g} (median {self.middle:.4g})"
@@ -65,9 +80,9 @@ class History:
     losses: tuple[float, ...] = ()
     norms: tuple[float, ...] = ()
     began: int = -1
-    """The first step of the current spike; -1: no spike."""
+    """The first step of the current spike, or the newest step if it is suspected; -1: neither."""
     outside: int = 0
-    """Steps of the current spike that were outside a band."""
+    """Steps outside a band since the spike was noticed; 0: the newest step is only suspected."""
     calm: int = 0
     """Number of consecutive steps inside all bands since then."""
     rewinds: tuple[tuple[int, int], ...] = ()
@@ -100,15 +115,26 @@ class History:
         return json.dumps(asdict(self), separators=(",", ":"))
 
     def departures(self, loss: float, norm: float, spec: StabilitySpec) -> tuple[Departure, ...]:
-        """Return the watched numbers of a step outside their bands; empty while too few numbers are known."""
+        """Return the watched numbers of a step outside their bands, which end earlier after a suspected step; empty while too few
+        numbers are known."""
         if not spec.watch or len(self.losses) < min(JUDGED_FROM, spec.window // 2):
             return ()
-        found = []
+        found, part = [], AFTER if self.suspects else 1.0
         for name, value, past in (("loss", loss, self.losses), ("norm", norm, self.norms)):
-            middle, end = band(past, width=spec.width, least=MINIMUM[name])
+            middle, end = band(past, width=spec.width, least=MINIMUM[name], part=part)
             if value > end:
                 found.append(Departure(name, value, middle, end))
         return tuple(found)
+
+    @property
+    def suspects(self) -> bool:
+        """True if the newest step was outside a band, and it is not known yet whether that is a spike."""
+        return self.began >= 0 and self.outside == 0
+
+    def spikes(self, found: Sequence[Departure]) -> bool:
+        """Return True if a step with these departures is part of a spike: the step before was outside too, or there is a spike already,
+        or both numbers are outside, or one is by far."""
+        return bool(found) and (self.began >= 0 or len(found) > 1 or any(one.gross for one in found))
 
     def nearby(self, step: int, spec: StabilitySpec) -> int | None:
         """Return the copy that an earlier rewind for a spike near `step` restored; None without such a rewind."""
@@ -150,15 +176,19 @@ class History:
         """Return the history with the numbers of an update added."""
         return replace(self, losses=(*self.losses, loss)[-spec.window :], norms=(*self.norms, norm)[-spec.window :])
 
+    def suspected(self, step: int) -> "History":
+        """Return the history with a step outside a band recorded that is no spike by itself."""
+        return replace(self, began=step)
+
     def strayed(self, step: int) -> "History":
-        """Return the history with a step outside a band recorded."""
+        """Return the history with a step of a spike recorded."""
         return replace(self, began=step if self.began < 0 else self.began, outside=self.outside + 1, calm=0)
 
     def stayed(self) -> "History":
         """Return the history with a step inside all bands recorded."""
         if self.began < 0:
             return self
-        return replace(self, calm=self.calm + 1) if self.calm + 1 < CALM else self.over()
+        return replace(self, calm=self.calm + 1) if self.outside and self.calm + 1 < CALM else self.over()
 
     def over(self) -> "History":
         """Return the history with the current spike ended."""
@@ -173,12 +203,13 @@ class History:
         return known.over()
 
 
-def band(values: Sequence[float], *, width: float, least: float) -> tuple[float, float]:
-    """Return the median of the newest of `values` (two or more, positive), and the upper end of their band."""
+def band(values: Sequence[float], *, width: float, least: float, part: float = 1.0) -> tuple[float, float]:
+    """Return the median of the newest of `values` (two or more, positive), and the upper end of their band, or `part` of the way to
+    it."""
     logs = [math.log(max(value, TINY)) for value in values]
     middle = median(logs[-LEVEL:])
     deviation = NORMAL * median(abs(after - before) for before, after in pairwise(logs))
-    return math.exp(middle), math.exp(min(700.0, middle + max(width * deviation, least)))
+    return math.exp(middle), math.exp(min(700.0, middle + part * max(width * deviation, least)))
 
 
 def room(spec: StabilitySpec, *, blocks: int = 0) -> int:
