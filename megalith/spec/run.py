@@ -242,7 +242,7 @@ class StabilitySpec(Spec):
         default="stop", description="loss or gradients that are NaN or infinite: end the run, or skip the update"
     )
     skips: PositiveInt = Field(default=10, description="number of updates that a run may skip in all; one more ends the run")
-    watch: bool = Field(default=True, description="warn when the loss or the gradient norm leaves its band")
+    watch: bool = Field(default=True, description="warn of spikes of the loss or the gradient norm")
     extremes_every: NonNegativeInt = Field(
         default=10, description="steps between measurements of the largest outputs and attention logits; 0: never"
     )

@@ -169,8 +169,9 @@ def _not_finite(vitals: Vitals, stability: StabilitySpec, history: History) -> D
 def _spike(
     vitals: Vitals, found: tuple[Departure, ...], stability: StabilitySpec, history: History, update: Update
 ) -> Decision | None:
-    """Return the first requested response that is not used up; None for a step that is only suspected. A batch is not skipped if the weights are known to be damaged, or if
-    the run can go back to before a jump of the learning rate, which spoils every update and not this one alone."""
+    """Return the first requested response that is not used up; None for a step that is only suspected. A batch is not skipped if the
+    weights are known to be damaged, or if the run can go back to before a jump of the learning rate, which spoils every update and not
+    this one alone."""
     if not found or not stability.answers:
         return None
     reason = ", ".join(map(str, found))

@@ -74,6 +74,15 @@ class LearningRateJump:
 
 
 @dataclass(frozen=True)
+class PastUpdate:
+    """An update, and the numbers that its step had."""
+
+    step: int
+    loss: float
+    norm: float
+
+
+@dataclass(frozen=True)
 class History:
     """Watched numbers of the last updates, oldest first, and the record of spikes. Steps are numbered from 0."""
 
@@ -167,6 +176,12 @@ class History:
         ]
         largest = max(found, key=lambda one: abs(one.size), default=None)
         return largest if largest and abs(largest.size) >= math.log(JUMP) else None
+
+    def before(self, step: int) -> "PastUpdate | None":
+        """Return the newest update before the current spike, or before `step` if there is none; None: it is not known."""
+        began = self.began if self.began >= 0 else step
+        known = zip(reversed(self.rates), reversed(self.losses), reversed(self.norms), strict=False)
+        return next((PastUpdate(at, loss, norm) for (at, _), loss, norm in known if at < began), None)
 
     def updated(self, step: int, lr: float) -> "History":
         """Return the history with the learning rate of an update."""
