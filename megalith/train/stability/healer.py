@@ -106,7 +106,7 @@ class Healer:
         found = Findings()
         self._put_back(step)
         self._beat("diagnosis", step)
-        last = history.before(step)  # not of this process's own record, or a run that was killed would decide otherwise
+        last = history.before(step)  # a resumed run has no record of its own, and must make the same decision
         if last is not None and self.data.reads(last.step):
             seed_step(self.trainer, last.step)
             self.trainer.extremes.demand()
