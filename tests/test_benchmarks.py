@@ -67,6 +67,15 @@ def test_clean_runs_that_are_watched_change_batch_and_length(tmp_path: Path) -> 
     ]
 
 
+def test_alarms_are_counted_from_the_numbers_of_a_run(tmp_path: Path) -> None:
+    """Single steps outside, two in a row, one far outside, and the first step of sequences of another length, which has no band yet."""
+    spec = spikes.varied(spikes.spec_of(tmp_path, 240))
+    losses = [3.0] * 240
+    for step, loss in {50: 3.9, 70: 3.9, 71: 3.9, 90: 3.9, 100: 9.0, 160: 9.0, 239: 3.9}.items():
+        losses[step] = loss
+    assert spikes.watched(losses, [1.0] * 240, spec) == ([72, 101], [51, 91])
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_finished_cases_are_kept_and_not_run_again(workers: int, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"

@@ -124,6 +124,13 @@ class Phases:
             samples, steps = samples + room * phase.global_batch, steps - room
         return samples
 
+    def before(self, samples: int, steps: int) -> int:
+        """Return the samples consumed `steps` steps before `samples` were, as if the run had begun with the phases' own batches; 0 at
+        least."""
+        while steps > 0 < samples:
+            samples, steps = max(0, samples - self.at(samples - 1).global_batch), steps - 1
+        return samples
+
     def steps_in(self, samples: int) -> int:
         """Return the number of whole steps in the first `samples` samples."""
         phase = self.at(samples)

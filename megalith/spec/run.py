@@ -258,9 +258,7 @@ class StabilitySpec(Spec):
     skips: PositiveInt = Field(
         default=10, description="total number of updates that a run may skip; one more skipped update ends the run"
     )
-    watch: bool = Field(
-        default=True, description="warn if the loss or the gradient norm exceeds its band, which is computed from recent updates"
-    )
+    watch: bool = Field(default=True, description="warn of spikes of the loss or the gradient norm")
     extremes_every: NonNegativeInt = Field(
         default=10, description="steps between measurements of the largest block outputs and attention logits; 0: never"
     )

@@ -133,8 +133,11 @@ def known_after(decision: Decision, vitals: Vitals, *, stability: StabilitySpec,
     (`History.rewound`)."""
     if isinstance(decision, Skip) and decision.scale is not None:
         return history  # an overflow is the scale's affair, no spike
-    strayed = not vitals.finite or bool(departures(vitals, stability, history))
-    known = history.strayed(vitals.step) if strayed else history.stayed()
+    found = departures(vitals, stability, history)
+    if not vitals.finite or history.spikes(found):
+        known = history.strayed(vitals.step)
+    else:
+        known = history.suspected(vitals.step) if found else history.stayed()
     match decision:
         case Update(_, lowered):
             until = vitals.updates + stability.lower_for
@@ -167,14 +170,16 @@ def _not_finite(vitals: Vitals, stability: StabilitySpec, history: History) -> D
 def _spike(
     vitals: Vitals, found: tuple[Departure, ...], stability: StabilitySpec, history: History, update: Update
 ) -> Decision | None:
-    """Return the first response in `stability.answers` that is not used up. A batch is not skipped if the weights are known to be
-    damaged. After a jump of the learning rate, which spoils later updates too, a batch is skipped only if the run cannot rewind to
-    before the jump."""
+    """Return the first response in `stability.answers` that is not used up; None for a step that is only suspected. A batch is not skipped
+    if the weights are known to be damaged. After a jump of the learning rate, which spoils later updates too, a batch is skipped only if
+    the run cannot rewind to before the jump."""
     if not found or not stability.answers:
         return None
     reason = ", ".join(map(str, found))
     if vitals.attended and vitals.tries == 0 and history.outside == 0:
-        return Rerun("spike")
+        return Rerun("spike")  # also if it is only suspected: its numbers may be a computing error
+    if not history.spikes(found):
+        return None
     jumped = _jumped(vitals, history) is not None and _may_rewind(vitals, stability, history)
     if "skip" in stability.answers and vitals.sound is not False and not jumped and history.outside < stability.patience:
         return Skip(reason, spike=True)

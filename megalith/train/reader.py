@@ -1,4 +1,4 @@
-"""Determines and reads the samples of each step since this rank was started."""
+"""Determines and reads the samples of each step on this rank."""
 
 from megalith.data.stream import Batch as Samples
 from megalith.data.stream import Stream
@@ -25,6 +25,14 @@ class Reader:
         numbers = read_numbers(self._trainer.run, self._begin, step)
         return Share(numbers.start, len(numbers))
 
+    def reads(self, step: int) -> bool:
+        """Return True if the samples of a past step can be read again: a site only knows its newest shares, and a run that branched off
+        only its own."""
+        if self._sites is not None:
+            return self._sites.knows(step)
+        branch = self._trainer.run.branch
+        return self.share(step).first >= (branch.samples + branch.skip if branch else 0)
+
     def indices(self, step: int) -> list[range]:
         """Return the numbers of the samples of each of this rank's microbatches in a step."""
         return indices_in(self._trainer.run, self.share(step), self._trainer.reader)
@@ -44,6 +52,7 @@ class Reader:
             return f"{self._stream.sample(number).domain} in {self._stream.bytes_of(number)[0].name}"
 
         return Data(
+            reads=self.reads,
             read=self.read,
             mine=self.indices,
             numbers=lambda step: range(self.share(step).first, sum(self.share(step))),

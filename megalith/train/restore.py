@@ -95,10 +95,12 @@ def read_step(stream: Stream, spec: RunSpec, position: Position, step: int, data
 
 
 def read_numbers(spec: RunSpec, position: Position, step: int) -> range:
-    """Return the sample numbers of step `step` on all data ranks, for a run that was at `position` before that step."""
-    assert step >= position.step, f"step {step} is earlier than the position {position}"
+    """Return the sample numbers of step `step` on all data ranks, for a run whose position before, in or after that step is `position`."""
     phases = Phases.of(spec)
-    first = phases.after(position.samples, step - position.step)
+    if step >= position.step:
+        first = phases.after(position.samples, step - position.step)
+    else:
+        first = phases.before(position.samples, position.step - step)
     return range(first, first + phases.at(first).global_batch)
 
 

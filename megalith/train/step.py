@@ -324,8 +324,8 @@ def remember(
     stability, history = trainer.spec.stability, trainer.state.history
     found = departures(vitals, stability, history)
     answered = isinstance(decision, Rewind | Stop) or (isinstance(decision, Update) and decision.lowered)
-    out = bool(found) or isinstance(decision, Rewind)
-    findings = replace(findings, departures=found, to_log=out and (answered or history.began < 0))
+    out = history.spikes(found) or isinstance(decision, Rewind)
+    findings = replace(findings, departures=found, to_log=out and (answered or history.outside == 0))
     trainer.state.history = known_after(decision, vitals, stability=stability, history=history)
     if healer is not None:
         healer.note(vitals.step, totals, decision, lr=lr)

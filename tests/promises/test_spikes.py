@@ -174,7 +174,7 @@ def test_a_learning_rate_that_does_its_damage_slowly_is_undone_from_its_first_st
     assert of_kind(told, Spike)[0].answer == "rewound" and ended.position.updates == 60
 
 
-def _killed(rank: int, spec: Any, folder: Path, at: str) -> RunEnd:
+def _killed(rank: int, spec: Any, folder: Path, at: str, faults: Faults, wrong: tuple[int, ...]) -> RunEnd:
     """Kills its rank in the middle of the first rewind."""
 
     def die(*_: Any, **__: Any) -> None:
@@ -182,20 +182,25 @@ def _killed(rank: int, spec: Any, folder: Path, at: str) -> RunEnd:
             os.kill(os.getpid(), signal.SIGKILL)
 
     setattr(healers.Healer if at == "_replay" else healers.StateGuard, at, die)
-    return spike(rank, spec, folder, RATE)
+    return spike(rank, spec, folder, faults, wrong)
 
 
 @sampled(5, together=True)
-@pytest.mark.parametrize("at", ["_replay", "rewound"])
-def test_killed_in_the_middle_of_a_rewind_it_ends_in_the_same_bits(data: str, tmp_path: Path, at: str) -> None:
+@pytest.mark.parametrize(
+    ("at", "faults", "wrong"), [("_replay", RATE, ()), ("rewound", RATE, ()), ("rewound", (), (40,))], ids=str
+)
+def test_killed_in_the_middle_of_a_rewind_it_ends_in_the_same_bits(
+    data: str, tmp_path: Path, at: str, faults: Faults, wrong: tuple[int, ...]
+) -> None:
+    """A wrong weight is known by the batch before, whose loss the resumed run has in its history alone."""
     spec = spiky_run(data, plan={"data": 2, "zero": 1}, answers=LADDER)
-    straight, _ = train(tmp_path / "straight", spec, RATE)
+    straight, _ = train(tmp_path / "straight", spec, faults, *wrong)
     (tmp_path / "killed").mkdir()
     with pytest.raises(RuntimeError):
-        run_ranks(_killed, 2, spec, tmp_path / "killed", at)
+        run_ranks(_killed, 2, spec, tmp_path / "killed", at, faults, wrong)
     found = newest(copies.survey(tmp_path / "killed" / "memory", placement=("n0",), world=2, key=KEY))
     assert found is not None and 0 < found.step < straight.position.step
-    again, told = train(tmp_path / "killed", spec, RATE, source=found)
+    again, told = train(tmp_path / "killed", spec, faults, *wrong, source=found)
     assert again.position == straight.position and of_kind(told, Rewound)
     assert same(again, straight)
 

@@ -41,13 +41,16 @@ points = st.lists(
 def test_what_is_computed_is_what_going_step_by_step_finds(given_points, steps):
     phases = Phases.walk(Phase(0, 0, 0, 0, 3, 4, None), given_points)
     samples = tokens = 0
+    firsts = list[int]()
     for step in range(steps):
         phase = phases.at(samples)
+        firsts.append(samples)
         assert (phases.after(0, step), phases.tokens(samples)) == (samples, tokens)
         assert phase.step <= step and (samples - phase.first) % phase.global_batch == 0
         for unit, consumed in (("steps", step), ("samples", samples), ("tokens", tokens)):
             assert step == 0 or phases.steps_to(Amount(consumed, unit)) == step
         samples, tokens = samples + phase.global_batch, tokens + phase.global_batch * phase.seq_len
+    assert [phases.before(samples, steps - at) for at in range(steps)] == firsts
     assert sum(count for _, count in phases.spans(steps)) == steps
     assert all(before.first < after.first for before, after in pairwise(phases.all))
 
@@ -138,4 +141,7 @@ def test_a_share_and_a_length_of_warmup_both_stand():
 def test_any_step_since_a_position_is_found_through_phases():
     spec = load({"batch_ramp": [{"begin": 40, "global_batch": 8}]}).spec
     begin = Position(step=12, samples=36, updates=9)  # three of its updates were undone by a rewind or skipped
-    assert [read_numbers(spec, begin, step) for step in (12, 13, 15)] == [range(36, 40), range(40, 48), range(56, 64)]
+    found = [range(36, 40), range(40, 48), range(56, 64)]
+    assert [read_numbers(spec, begin, step) for step in (12, 13, 15)] == found
+    later = Position(step=16, samples=64)
+    assert [read_numbers(spec, later, step) for step in (12, 13, 15)] == found, "of steps before a restart"

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -59,6 +60,47 @@ def test_the_first_step_of_a_spike_is_computed_again() -> None:
     assert answer(KNOWN, tries=0) == Rerun("spike")
     assert isinstance(answer(KNOWN.strayed(39), tries=0), Skip)
     assert isinstance(answer(KNOWN, tries=0, attended=False), Skip), "there is nobody to compute it again"
+
+
+def test_a_step_little_outside_is_answered_if_the_next_one_is_outside_too() -> None:
+    """It is computed again at once, because its numbers may be a computing error; two steps in a row go back before the first."""
+    assert answer(KNOWN, loss=3.9, tries=0) == Rerun("spike")
+    assert answer(KNOWN, loss=3.9) == answer(KNOWN, loss=3.9, sound=False) == Update()
+    once = known_after(Update(), Vitals(3.9, 1.0, step=40, updates=40), stability=LADDER, history=KNOWN)
+    assert once.suspects
+    assert answer(once, loss=3.9, step=41, tries=0) == Rerun("spike")
+    assert isinstance(answer(once, loss=3.9, step=41), Skip)
+    found = answer(once, loss=3.4, step=41, sound=False)
+    assert isinstance(found, Rewind) and found.at_most == 37, "three steps before the first number outside"
+    calm = known_after(Update(), Vitals(3.1, 1.0, step=41, updates=41), stability=LADDER, history=once)
+    assert calm.began == -1 and answer(calm, loss=3.9, step=42) == Update(), "with a calm step between, they are single again"
+
+
+def answers(numbers: list[tuple[float, float]], *, kill: int = -1) -> list[tuple[Decision, History]]:
+    """Return the decisions and histories of steps with these numbers. Before step `kill` the run restarts from its copy."""
+    history, told = KNOWN, list[tuple[Decision, History]]()
+    for step, (loss, norm) in enumerate(numbers, start=40):
+        if step == kill:
+            history = History.load(json.loads(history.dump()))
+        found = answer(history, loss=loss, norm=norm, step=step, updates=step)
+        vitals = Vitals(loss, norm, step=step, updates=step, lr=1e-3)
+        history = known_after(found, vitals, stability=LADDER, history=history)
+        if isinstance(found, Rewind):
+            history = history.rewound(KNOWN, step=step, to=found.at_most, undone=step - found.at_most)
+        told.append((found, history))
+    return told
+
+
+@pytest.mark.slow
+@given(st.lists(st.tuples(st.sampled_from([3.0, 3.4, 3.9, 9.0, math.nan]), st.sampled_from([1.0, 20.0, 1e4])), max_size=8))
+def test_a_run_that_is_killed_between_any_two_steps_makes_the_same_decisions(numbers: list[tuple[float, float]]) -> None:
+    straight = answers(numbers)
+    for step in range(40, 40 + len(numbers)):
+        assert answers(numbers, kill=step) == straight
+    high = [(loss > 3.3) + (norm > 3.2) for loss, norm in numbers]
+    far = any(not loss < 4.0 or norm > 100.0 for loss, norm in numbers)
+    if not far and max(high, default=0) < 2 and all(before + after < 2 for before, after in pairwise(high)):
+        assert all(found == Update() for found, _ in straight), "each is single"
 
 
 def test_answers_come_in_their_order() -> None:

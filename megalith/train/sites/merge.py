@@ -156,6 +156,10 @@ class Sites:
         self._shares.pop(step - REMEMBERED, None)
         return turn
 
+    def knows(self, step: int) -> bool:
+        """Return True if `share` knows the step."""
+        return step in self._shares
+
     def share(self, step: int) -> Share:
         """Return the samples that were assigned to this site in a recent step."""
         return self._shares[step]

@@ -40,9 +40,10 @@ from megalith.train.tally import StepTotals
 
 @dataclass(frozen=True)
 class Data:
-    """Access to the run's data of each step since this rank was started. `read` returns this rank's microbatches of a step, `mine` the
-    numbers of their samples."""
+    """Access to the run's data of each step. `reads` returns whether the samples of a past step can be read again, `read` this rank's
+    microbatches of a step, `mine` the numbers of their samples."""
 
+    reads: Callable[[int], bool]
     read: Callable[[int], list[Samples]]
     mine: Callable[[int], Sequence[range]]
     numbers: Callable[[int], range]
@@ -67,7 +68,6 @@ class _Past:
     squares: float
     lr: float
     factor: float | None
-    inside: bool
     rewound: bool
 
 
@@ -95,10 +95,8 @@ class Healer:
 
     def note(self, step: int, totals: StepTotals, decision: Decision, *, lr: float) -> None:
         """Record the decision about a step before it is carried out, with the learning rate `lr`."""
-        history = self.trainer.state.history
-        inside = history.began < 0 or history.calm > 0
         factor = decision.factor if isinstance(decision, Update) else None
-        self._past.append(_Past(step, totals.loss, totals.squares, lr, factor, inside, isinstance(decision, Rewind)))
+        self._past.append(_Past(step, totals.loss, totals.squares, lr, factor, isinstance(decision, Rewind)))
 
     # --- causes ---
 
@@ -108,13 +106,13 @@ class Healer:
         found = Findings()
         self._put_back(step)
         self._beat("diagnosis", step)
-        last = next((past for past in reversed(self._past) if past.inside and past.factor is not None), None)
-        if last is not None:
+        last = history.before(step)  # a resumed run has no record of its own, and must make the same decision
+        if last is not None and self.data.reads(last.step):
             seed_step(self.trainer, last.step)
             self.trainer.extremes.demand()
             now = self._again(last.step)
             self._damaged = last.step, self.trainer.extremes.last.largest
-            rises = {"loss": _rise(last.loss, now.loss), "norm": _rise(last.squares**0.5, now.norm)}
+            rises = {"loss": _rise(last.loss, now.loss), "norm": _rise(last.norm, now.norm)}
             out = history.departures(before.totals.loss, before.totals.norm, spec)
             sound = all(rises[one.name] < _rise(one.middle, one.value) / 2 for one in out)
             words = f"the samples of step {last.step + 1} had loss {last.loss:.4g} in that step, and have {now.loss:.4g} now"
@@ -122,6 +120,8 @@ class Healer:
             self._put_back(step)
             self.trainer.enter(self.data.phase(step))
         self.trainer.extremes.demand()  # the spike's own step is computed again next
+        if self._sampled is not None:
+            self._sampled.close()  # of a step that was suspected alone
         if not self.trainer.spec.plan.compile:
             self._sampled = SampleLosses(self.trainer, count=sum(len(run) for run in self.data.mine(step)))
         return found

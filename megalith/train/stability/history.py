@@ -3,6 +3,9 @@ history is equal on every rank and, like the run's position, part of copies and 
 after the run was killed. A band is computed from the median of the newest numbers' logarithms, and from their median change from one number
 to the next. Neither a falling loss nor a few outliers widen such a band. (OLMo-core uses the mean and standard deviation of a window; a
 falling loss and outliers widen these.)
+
+One step outside a band is not yet a spike, because a single batch of unusual text has a high loss too. An unstable run stays outside its
+band, or leaves the band by far.
 """
 
 import json
@@ -22,6 +25,12 @@ leave their band by chance: of 5,000 clean losses of single batches of a small L
 norms of a few times the usual are common in the first hundred updates, and clipping handles them."""
 JUDGED_FROM = 32  # numbers that make a band; a shorter window needs half of its own
 LEVEL = 16  # the newest numbers, whose median is a band's base
+GROSS = 2.0
+"""Times the distance from the median to the end of a band, in logarithms: a number so far out is a spike by itself. If the tail of the
+noise is exponential, that is as rare as two steps in a row at the end of the band."""
+AFTER = 0.5
+"""Part of that distance: a band's end in the step after one outside. A rate that was too high for ten steps raised the loss for all of
+them, but not above the whole band twice in a row."""
 CALM = 8  # steps inside all bands that end a spike
 TINY = 1e-300  # for the logarithm of a number that is 0
 RECENT = 8  # steps before a spike in which a change of the learning rate may be its cause
@@ -39,6 +48,12 @@ class Departure:
     """The median of the newest values of this number."""
     end: float
     """The upper end of the band."""
+
+    @property
+    def gross(self) -> bool:
+        """True if the value is a spike by itself."""
+        middle = math.log(max(self.middle, TINY))
+        return math.log(self.value) - middle >= GROSS * (math.log(self.end) - middle)
 
     def __str__(self) -> str:
         return f"{self.name} {self.value:.4g} above {self.end:.4g} (median {self.middle:.4g})"
@@ -59,15 +74,24 @@ class LearningRateJump:
 
 
 @dataclass(frozen=True)
+class PastUpdate:
+    """An update, and the numbers that its step had."""
+
+    step: int
+    loss: float
+    norm: float
+
+
+@dataclass(frozen=True)
 class History:
     """Watched numbers of the last updates, oldest first, and the record of spikes. Steps are numbered from 0."""
 
     losses: tuple[float, ...] = ()
     norms: tuple[float, ...] = ()
     began: int = -1
-    """The first step of the current spike; -1: no spike."""
+    """The first step of the current spike, or the newest step if it is suspected; -1: neither."""
     outside: int = 0
-    """The number of steps of the current spike with a number outside its band."""
+    """The number of steps of the current spike with a number outside its band; 0: the newest step is only suspected."""
     calm: int = 0
     """The number of consecutive steps inside all bands since the last step outside a band."""
     rewinds: tuple[tuple[int, int], ...] = ()
@@ -100,15 +124,26 @@ class History:
         return json.dumps(asdict(self), separators=(",", ":"))
 
     def departures(self, loss: float, norm: float, spec: StabilitySpec) -> tuple[Departure, ...]:
-        """Return the watched numbers of a step that lie outside their bands; empty while too few earlier numbers are known."""
+        """Return the watched numbers of a step that lie outside their bands; empty while too few earlier numbers are known. After a suspected
+        step the bands are narrower."""
         if not spec.watch or len(self.losses) < min(JUDGED_FROM, spec.window // 2):
             return ()
-        found = []
+        found, part = [], AFTER if self.suspects else 1.0
         for name, value, past in (("loss", loss, self.losses), ("norm", norm, self.norms)):
-            middle, end = band(past, width=spec.width, least=MINIMUM[name])
+            middle, end = band(past, width=spec.width, least=MINIMUM[name], part=part)
             if value > end:
                 found.append(Departure(name, value, middle, end))
         return tuple(found)
+
+    @property
+    def suspects(self) -> bool:
+        """True if the newest step was outside a band, and it is not known yet whether that is a spike."""
+        return self.began >= 0 and self.outside == 0
+
+    def spikes(self, found: Sequence[Departure]) -> bool:
+        """Return True if a step with these departures is part of a spike: the step before was outside too, or there is a spike already,
+        or both numbers are outside, or one is by far."""
+        return bool(found) and (self.began >= 0 or len(found) > 1 or any(one.gross for one in found))
 
     def nearby(self, step: int, spec: StabilitySpec) -> int | None:
         """Return the step of the copy that an earlier rewind for a spike near `step` restored; None if there was no such rewind."""
@@ -142,6 +177,12 @@ class History:
         largest = max(found, key=lambda one: abs(one.size), default=None)
         return largest if largest and abs(largest.size) >= math.log(JUMP) else None
 
+    def before(self, step: int) -> "PastUpdate | None":
+        """Return the newest update before the current spike, or before `step` if there is none; None: it is not known."""
+        began = self.began if self.began >= 0 else step
+        known = zip(reversed(self.rates), reversed(self.losses), reversed(self.norms), strict=False)
+        return next((PastUpdate(at, loss, norm) for (at, _), loss, norm in known if at < began), None)
+
     def updated(self, step: int, lr: float) -> "History":
         """Return the history with the learning rate of an update added."""
         return replace(self, rates=(*self.rates, (step, lr))[-RATES:])
@@ -150,15 +191,19 @@ class History:
         """Return the history with the loss and norm of an update added."""
         return replace(self, losses=(*self.losses, loss)[-spec.window :], norms=(*self.norms, norm)[-spec.window :])
 
+    def suspected(self, step: int) -> "History":
+        """Return the history with a step outside a band recorded that is no spike by itself."""
+        return replace(self, began=step)
+
     def strayed(self, step: int) -> "History":
-        """Return the history after a step with a number outside its band."""
+        """Return the history after a step of a spike."""
         return replace(self, began=step if self.began < 0 else self.began, outside=self.outside + 1, calm=0)
 
     def stayed(self) -> "History":
         """Return the history after a step with all numbers inside their bands."""
         if self.began < 0:
             return self
-        return replace(self, calm=self.calm + 1) if self.calm + 1 < CALM else self.over()
+        return replace(self, calm=self.calm + 1) if self.outside and self.calm + 1 < CALM else self.over()
 
     def over(self) -> "History":
         """Return the history after the current spike has ended."""
@@ -174,12 +219,13 @@ class History:
         return known.over()
 
 
-def band(values: Sequence[float], *, width: float, least: float) -> tuple[float, float]:
-    """Return the median of the newest `values`, and the upper end of their band. `values`: two or more positive numbers."""
+def band(values: Sequence[float], *, width: float, least: float, part: float = 1.0) -> tuple[float, float]:
+    """Return the median of the newest `values`, and the upper end of their band, or the point at `part` of the distance to this end.
+    `values`: two or more positive numbers."""
     logs = [math.log(max(value, TINY)) for value in values]
     middle = median(logs[-LEVEL:])
     deviation = NORMAL * median(abs(after - before) for before, after in pairwise(logs))
-    return math.exp(middle), math.exp(min(700.0, middle + max(width * deviation, least)))
+    return math.exp(middle), math.exp(min(700.0, middle + part * max(width * deviation, least)))
 
 
 def room(spec: StabilitySpec, *, blocks: int = 0) -> int:

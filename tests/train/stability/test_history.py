@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalith.spec.run import StabilitySpec
-from megalith.train.stability.history import CALM, History, band, room
+from megalith.train.stability.history import CALM, MINIMUM, Departure, History, PastUpdate, band, room
 
 SPEC = StabilitySpec(window=32)
 LARGE = st.floats(1e-300, 1e300)
@@ -52,6 +52,42 @@ def test_clean_numbers_stay_inside_and_those_above_leave() -> None:
     assert [one.name for one in known.departures(4.5, 1.5, SPEC)] == ["loss"]
     assert [one.name for one in known.departures(3.1, 60.0, SPEC)] == ["norm"]
     assert not known.departures(1e-3, 1e-6, SPEC), "a low number is no spike"
+
+
+def test_one_step_outside_is_suspected_and_two_in_a_row_are_a_spike() -> None:
+    known = steady()
+    found = known.departures(3.8, 1.0, SPEC)
+    assert [one.name for one in found] == ["loss"] and not known.spikes(found)
+    suspected = known.suspected(40)
+    assert suspected.suspects and suspected.began == 40
+    assert suspected.stayed() == known, "it was one batch"
+    (near,) = suspected.departures(3.4, 1.0, SPEC)
+    assert not known.departures(3.4, 1.0, SPEC) and suspected.spikes((near,)), "it stays above half of the band"
+    assert not suspected.departures(3.2, 1.0, SPEC)
+    noticed = suspected.strayed(41)
+    assert (noticed.began, noticed.outside, noticed.suspects) == (40, 1, False), "it began in the first step outside"
+    assert not noticed.departures(3.4, 1.0, SPEC), "after that, bands have their width"
+    assert noticed.spikes(found)
+
+
+def test_a_step_far_outside_or_with_both_numbers_outside_is_a_spike_at_once() -> None:
+    known = steady()
+    assert known.spikes(known.departures(3.8, 60.0, SPEC)), "both"
+    assert not known.spikes(known.departures(3.0, 60.0, SPEC))
+    assert known.spikes(known.departures(3.0, 1000.0, SPEC)) and known.spikes(known.departures(1e300, 1.0, SPEC))
+    for name, numbers in (("loss", known.losses), ("norm", known.norms)):
+        middle, end = band(numbers, width=SPEC.width, least=MINIMUM[name])
+        twice = end * end / middle
+        assert not Departure(name, twice * 0.999, middle, end).gross and Departure(name, twice * 1.001, middle, end).gross
+
+
+def test_the_update_before_a_spike_is_known() -> None:
+    known = History()
+    for step in range(20):
+        known = known.accepted(3.0 + step, 1.0 + step, SPEC).updated(step, 1e-3)
+    assert known.before(20) == PastUpdate(19, 22.0, 20.0) and known.before(17) == PastUpdate(16, 19.0, 17.0)
+    assert known.suspected(19).before(20) == PastUpdate(18, 21.0, 19.0), "the suspected step is part of the spike"
+    assert known.of_text(1).before(20) is None and History().before(20) is None
 
 
 def test_a_spike_is_over_after_calm_steps() -> None:
