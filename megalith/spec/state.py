@@ -33,6 +33,8 @@ class Slot(NamedTuple):
     """True for a mean of squares: in 8 bits its square root is stored, because the root's exponents span half the range."""
     block: int = 0
     """Numbers along the last dimension that share a scale of one byte, stored after their codes; 0: no scale."""
+    place: Place = "device"
+    """The place of a tensor of merges (`sites.place`); the plan decides the places of all others (`plan.state`)."""
 
     def shape_of(self, parameter: Sequence[int]) -> tuple[int, ...]:
         """The slot's shape for a parameter of this shape, or for a share of a parameter that no block of a scale crosses."""

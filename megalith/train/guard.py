@@ -39,8 +39,16 @@ class StateGuard:
     """
 
     def __init__(
-        self, trainer: Trainer, *, rank_info: RankInfo, read: Read, memory: Memory | None = None, report: Report = reports.report
+        self,
+        trainer: Trainer,
+        *,
+        rank_info: RankInfo,
+        read: Read,
+        memory: Memory | None = None,
+        report: Report = reports.report,
+        merged: Sequence[torch.Tensor] = (),
     ) -> None:
+        """`merged`: tensors that only merges with other sites change."""
         self.trainer, self.fleet, self.rank_info, self.memory, self.report = (
             trainer,
             trainer.spec.fleet,
@@ -50,7 +58,7 @@ class StateGuard:
         )
         self.probe = GradientProbe(buckets_of(trainer))
         self.replicas = Replicas(trainer) if self.fleet.digest else None
-        self._in_memory = ChecksumInPlace(trainer.state.shares().values())
+        self._in_memory = ChecksumInPlace([*trainer.state.shares().values(), *merged])
         self._digests: dict[int, int] = {}  # of the state after so many steps, without the loss scale
         self._good = 0  # states up to this step are known, or must be taken, to be right
         self._disk_failed = False
@@ -183,8 +191,14 @@ class StateGuard:
         self.probe.clear()
         self.before_step(self.trainer, step)
 
-    def rewound(self, step: int) -> None:
-        """Start to guard the state of a copy to which the run went back, that after `step` steps."""
+    def before_merge(self, step: int) -> None:
+        """Check the state after `step` steps before other sites get it."""
+        if self.replicas:
+            self._judge_replicas(step, self.replicas.wait())
+        self.check_state(step)
+
+    def adopt(self, step: int) -> None:
+        """Start to guard a state after `step` steps that no update made: that of a copy to which the run went back, or of a merge."""
         if self.fleet.digest:
             self._digests = {step: self._without_scale(self._digest())}
             if self.replicas:

@@ -182,6 +182,8 @@ class Loop:
             return False
         self.position = Position(step, sites.progress.deal.dealt, 0)
         self._first = step
+        if self.guard:
+            self.guard.adopt(step)
         if self.log:
             self.log.write(
                 Problem("advice", f"this site has the merged weights of step {step} from the others, and trains once they agree")
@@ -200,9 +202,14 @@ class Loop:
     def _merge(self, sites: Sites, stop: bool) -> bool:
         """Merge the due fragments with the other sites; return True if this site must stop now. `stop`: a stop of this site was
         requested."""
-        if sites.due(self.step):
+        due = sites.due(self.step)
+        if due:
             self.heartbeat.beat("merge", self.step, measured=self._measured)
+            if self.guard:
+                self.guard.before_merge(self.step)
         done = sites.after_step(self.step, stop=stop)
+        if due and self.guard:
+            self.guard.adopt(self.step)
         if self.log:
             for event in done.made:
                 self.log.write(event)
