@@ -78,7 +78,7 @@ def _command(file: Path, run_dir: Path, site: int, settings: tuple[str, ...], fa
 @sampled(1)
 @pytest.mark.parametrize(
     ("fault", "settings", "found"),
-    [(FLIPPED, (), "StateCorrupt"), (WRONG, SPARE, "GradientWrong")],
+    [(FLIPPED, (), "state_corrupt"), (WRONG, SPARE, "gradient_wrong")],
     ids=["a bit of a weight", "a gradient, with a spare"],
 )
 def test_a_finding_in_one_site_acts_in_that_site_only(
@@ -100,10 +100,10 @@ def test_a_finding_in_one_site_acts_in_that_site_only(
     other, hurt = ([*read(folder)] for folder in folders)
     assert not [*of_kind(other, Incident)] and len([*of_kind(other, RunStarted)]) == 1, "nothing happened to the other site"
     (incident,) = of_kind(hurt, Incident)
-    assert incident.evidence["type"] == found and incident.rank in (*fault.ranks, None)
+    assert incident.cause == found and incident.rank in (*fault.ranks, None)
     assert len([*of_kind(hurt, RunStarted)]) == 2 and len([*of_kind(hurt, Recovery)]) == 1
-    replaced = [order for order in incident.commands if order["type"] == "Replace"]
-    assert [(order["slot"], order["new"]) for order in replaced] == ([(1, "3")] if settings else [])
+    replaced = [order for order in incident.commands if order["kind"] == "replace"]
+    assert [(order["slot"], order["spare"]) for order in replaced] == ([(1, "3")] if settings else [])
     left = {site for one in of_kind(other, Merge) for site in one.left}
     joined = {site for one in of_kind(other, Merge) for site in one.joined}
     assert left == joined == {HURT}

@@ -162,20 +162,20 @@ def test_a_bit_flipped_at_rest_is_found_and_blamed(which: str) -> None:
 
 def _merged(rank: int, flips: bool) -> list[Observation]:
     """Merge twice, and return the reports. `flips`: in between, a bit of a replica's anchor flips."""
-    trainer, anchor, observed = trainer_of(tiny_run(plan={"data": 2})), torch.ones(64), list[Observation]()
+    trainer = trainer_of(tiny_run(plan={"data": 2, "zero": 0}, train={"global_batch": 4}))
+    anchor, observed = torch.ones(64), list[Observation]()
     rank_info = RankInfo(rank, 2, ("n0", "n1"), None, key=KEY)
     read = partial(read_of, trainer)
     guard = StateGuard(trainer, rank_info=rank_info, read=read, report=observed.append, merged=[anchor])
     guard.begin(0, 0)
-    for step in range(2):
-        guard.before_merge(step)
-        anchor.mul_(1.5)
-        next(iter(trainer.state.shares().values())).mul_(0.5)
-        if flips and rank == 1 and step == 0:
-            flip(anchor)
-        guard.adopt(step + 1)
     with contextlib.suppress(Reported):
-        guard.before_merge(2)
+        for step in range(3):
+            guard.before_merge(step)
+            anchor.mul_(1.5)
+            next(iter(trainer.state.shares().values())).mul_(0.5)
+            if flips and rank == 1 and step == 0:
+                flip(anchor)
+            guard.adopt(step + 1)
     return observed
 
 
