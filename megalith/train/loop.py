@@ -445,6 +445,6 @@ class Loop:
         return replace(self.position, updates=trainer.state.updates, **known)
 
     def _check_state(self) -> None:
-        """Check that the state is still the result of the last update."""
+        """Check that the state is still the result of the last update, and of the last merge."""
         if self.guard:
-            self.guard.check_state(self.step)
+            self.guard.check_all(self.step)

@@ -179,6 +179,24 @@ def _merged(rank: int, flips: bool) -> list[Observation]:
     return observed
 
 
+def _altered_anchor(rank: int) -> Observation:
+    trainer, anchor, observed = trainer_of(tiny_run()), torch.ones(64), list[Observation]()
+    rank_info = RankInfo(rank, 1, ("n0",), None, key=KEY)
+    guard = StateGuard(trainer, rank_info=rank_info, read=partial(read_of, trainer), report=observed.append, merged=[anchor])
+    guard.begin(0, 0)
+    guard.check_all(0)
+    flip(anchor)
+    guard.check_state(0)
+    with pytest.raises(Reported, match="what merges keep"):
+        guard.check_all(0)
+    return observed[0]
+
+
+def test_a_bit_of_an_anchor_that_flips_is_found_before_a_merge_or_a_save() -> None:
+    (observation,) = run_ranks(_altered_anchor, 1)
+    assert isinstance(observation, StateCorrupt) and (observation.where, observation.node) == ("at rest", "n0")
+
+
 def test_a_merge_changes_the_state_and_replicas_must_agree_about_it() -> None:
     """The anchors of two data ranks differ after a merge, which one of the two reports."""
     assert run_ranks(_merged, 2, False) == [[], []]
