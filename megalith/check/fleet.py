@@ -53,20 +53,22 @@ def updates_can_be_repeated(case: Case) -> Found:
     """The rank that keeps a copy of a state can repeat its update only if the update of each element depends on that element
     alone."""
     fleet = case.spec.fleet
+    if not (fleet.recover and fleet.verify_every and fleet.memory_every) or case.spec.sites is not None:  # sites keep no copies
+        return
     kind = next((kind for kind in kinds(case.spec.optimizer) if OPTIMIZERS[kind].unit != "element"), None)
-    if fleet.recover and fleet.verify_every and fleet.memory_every and kind is not None:
+    if kind is not None:
         whole = OPTIMIZERS[kind].unit
         reason = f"verifies gradients only: an update by {kind} needs each whole {whole}, but a copy holds one rank's share"
         yield advice("fleet.verify_every", fleet.verify_every, reason, 'With optimizer.kind = "adamw", updates are verified too.')
-    elif fleet.recover and fleet.verify_every and fleet.memory_every and case.spec.train.gradients != "fp32":
+    elif case.spec.train.gradients != "fp32":
         reason = 'verifies gradients only: a repeated update needs gradients in fp32, but train.gradients = "bf16"'
         yield advice("fleet.verify_every", fleet.verify_every, reason, 'With train.gradients = "fp32", updates are verified too.')
-    elif fleet.recover and fleet.verify_every and fleet.memory_every and (master := case.spec.optimizer.master) != "fp32":
+    elif (master := case.spec.optimizer.master) != "fp32":
         reason = f'verifies gradients only: with optimizer.master = "{master}" a copy does not record the place of its weights in a tensor'
         yield advice(
             "fleet.verify_every", fleet.verify_every, reason, 'With optimizer.master = "fp32", updates are verified too.'
         )
-    elif fleet.recover and fleet.verify_every and fleet.memory_every and (moments := case.spec.optimizer.moments) != "fp32":
+    elif (moments := case.spec.optimizer.moments) != "fp32":
         reason = (
             f"verifies gradients only: rounding moments to {moments} depends on a share's place in a tensor, but no "
             "copy records this place"

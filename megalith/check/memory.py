@@ -314,7 +314,11 @@ def _held(case: Case, plan: Plan, parameters: Count, places: int) -> float:
     ):
         cut = {"zero": plan.zero, "shards": shards}
         numbers = count / (split * places)
-        lasting = [*masters_of(case.spec.optimizer), *slots_of(case.spec.optimizer), *outer_slots(case.spec.sites)]
+        lasting = [
+            *masters_of(case.spec.optimizer),
+            *slots_of(case.spec.optimizer),
+            *(slot for slot in outer_slots(case.spec.sites) if slot.place == "device"),
+        ]
         if case.spec.optimizer.master in LOWER and (shards > 1 or plan.zero == 3):
             lasting.append(UPPER)
         kept = (

@@ -8,6 +8,7 @@ from megalith.spec.numbers import BF16, PRECISIONS
 from megalith.spec.plan import Action, PartActions
 from megalith.spec.problem import Problem
 from megalith.spec.run import RunSpec
+from megalith.spec.sites import outer_slots
 from megalith.spec.state import MASTER
 from megalith.spec.toml import literal
 
@@ -43,6 +44,8 @@ def changes(spec: RunSpec) -> Iterator[list[Change]]:
         yield [NONE, Change({"optimizer.moments": "fp8"}, 7)]
     if plan.state.optimizer == "device":
         yield [NONE, *_elsewhere()]
+    if any(slot.place == "device" for slot in outer_slots(spec.sites)):
+        yield [NONE, Change({"sites.place": "host"}, 6)]
 
 
 def _activations(spec: RunSpec) -> Iterator[Change]:

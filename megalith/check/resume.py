@@ -47,6 +47,7 @@ MAY_CHANGE: dict[str, str] = {
     "sites.decides": "the site that can continue without the other sites",
     "sites.each": "the plans of sites, and the shares of samples that sites get after the next merge",
     "sites.grace": "the time that a merge waits for a site",
+    "sites.place": "the place of anchors, velocities and rounding errors",
     "sites.link": "the link that predictions assume",
     "sites.link.megabits": "the same",
     "sites.link.milliseconds": "the same",

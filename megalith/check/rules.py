@@ -270,6 +270,7 @@ RULES: tuple[Rule, ...] = (
     Rule("sites", sites.asynchronous_merges_need_no_site),
     Rule("sites", sites.gradients_can_be_exchanged),
     Rule("sites", sites.sites_stay_together),
+    Rule("sites", sites.guards_repeat_no_exchange),
     Rule("sites", sites.addresses_are_each_sites),
     Rule("sites", sites.sites_are_numbered),
     Rule("sites", sites.each_site_has_a_table),

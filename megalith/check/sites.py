@@ -104,6 +104,7 @@ def gradients_can_be_exchanged(case: Case) -> Found:
         "eager": False,
         "staleness": 0,
         "decides": None,
+        "place": "device",
     }
     for key, value in plain.items():
         if (given := getattr(sites, key)) != value:
@@ -178,6 +179,17 @@ def sites_stay_together(case: Case) -> Found:
     if spec.branch is not None:
         reason = "begins with the state of one run, but each site of this run has its own state"
         yield error("branch", spec.branch.checkpoint, reason, "Use train.init_from, which starts all sites from merged weights.")
+
+
+def guards_repeat_no_exchange(case: Case) -> Found:
+    """Gradients are recomputed within a site only where no other site waits for them in the same step."""
+    sites, fleet = case.spec.sites, case.spec.fleet
+    if sites is not None and sites.exchanges_gradients and fleet.recover and fleet.verify_every:
+        reason = (
+            'recomputes gradients, but with sites.method = "data-parallel" a run has no guards: a site that repeats a step '
+            "would exchange its gradients again"
+        )
+        yield error("fleet.verify_every", fleet.verify_every, reason, 'Use verify_every = 0, or method = "merge".')
 
 
 def addresses_are_each_sites(case: Case) -> Found:

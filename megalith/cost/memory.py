@@ -423,7 +423,8 @@ def _state(workload: Workload, numbers: float, shards: int) -> tuple[float, floa
         weights += workload.width * (
             own if workload.halved else away
         )  # what is gathered, where whole master weights are not at hand
-    near = workload.state_bytes * (own - away) + bytes_each(workload.outer) * own
+    near = workload.state_bytes * (own - away) + bytes_each(workload.merged("device")) * own
+    merged = bytes_each(workload.merged("host")) * own
     if state.optimizer == "disk":
-        return weights, gradients, near, 0.0, DISK_SLOTS * workload.state_bytes * away
-    return weights, gradients, near, host.held(workload, away), 0.0
+        return weights, gradients, near, merged, DISK_SLOTS * workload.state_bytes * away
+    return weights, gradients, near, merged + host.held(workload, away), 0.0

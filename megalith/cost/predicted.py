@@ -29,7 +29,7 @@ from megalith.spec import cluster as clusters
 from megalith.spec.plan import segments
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import outer_slots, within
-from megalith.spec.state import DISK_SLOTS
+from megalith.spec.state import DISK_SLOTS, bytes_each
 
 KINDS = {"gather": "all-gather", "scatter": "reduce-scatter", "sum": "all-reduce", "all_to_all": "all-to-all"}
 """Kind of exchange in a profile -> the collective under which a dry run counts it. A ring is counted as sends and receives."""
@@ -262,8 +262,10 @@ def _moments(workload: Workload, traced: Parts, here: _Here) -> Iterator[MemoryP
 def _elsewhere(workload: Workload, traced: Parts, here: _Here, place: int) -> dict[str, float]:
     """Bytes in the host's memory or on its disk: state, and the peak of offloaded activations."""
     state, found = workload.plan.state, _waiting(workload, traced, here)
+    held = shares(workload, traced).held[place]
+    if merged := bytes_each(workload.merged("host")) * updated(workload, numbers(workload, traced, held)):
+        found["host"] = found.get("host", 0.0) + merged
     if state.away:
-        held = shares(workload, traced).held[place]
         kept = updated(workload, numbers(workload, traced, held)) * workload.state_bytes + rest_bytes(workload, traced, held)
         kept *= state.away * (DISK_SLOTS if state.optimizer == "disk" else 1)
         found[state.optimizer] = found.get(state.optimizer, 0.0) + kept

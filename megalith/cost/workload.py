@@ -24,7 +24,7 @@ from megalith.spec.numbers import (
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.plan import BLOCK, Action, Plan, place_of
 from megalith.spec.sizes import layer_of, multiplied
-from megalith.spec.state import GRADIENT, LOWER, MASTER, WIDE, Moments, Slot, bytes_each, gradient
+from megalith.spec.state import GRADIENT, LOWER, MASTER, WIDE, Moments, Place, Slot, bytes_each, gradient
 
 
 @dataclass(frozen=True)
@@ -184,6 +184,10 @@ class Workload:
     """True if the weights get no gradient (LoRA adapters on frozen weights)."""
     outer: tuple[Slot, ...] = ()
     """Tensors that merges with other sites keep for each weight (`spec.sites.outer_slots`)."""
+
+    def merged(self, place: Place) -> tuple[Slot, ...]:
+        """Return the tensors of `outer` that are in a place."""
+        return tuple(slot for slot in self.outer if slot.place == place)
 
     @property
     def microbatches(self) -> int:

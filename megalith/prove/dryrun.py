@@ -19,6 +19,7 @@ from megalith.prove.meter import Memory, Meter, Traffic, Work
 from megalith.spec import cluster
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import fragments
+from megalith.spec.state import Place
 from megalith.train.assemble import Trainer, assemble, mesh_groups
 from megalith.train.measure.precision import PrecisionWatch
 from megalith.train.sites.state import OuterState
@@ -84,9 +85,12 @@ def count(spec: RunSpec, microbatches: Sequence[Samples], *, fake_tensors: bool)
         for moe in trainer.routers().values():
             moe.router.spec = moe.router.spec.model_copy(update={"balanced": True})
         meter.follow(trainer)
-        outer = _outer(trainer)
+        outer, place = _outer(trainer)
         for tensor in outer:
-            meter.label(tensor, "optimizer")
+            if place == "device":
+                meter.label(tensor, "optimizer")
+            else:
+                meter.pass_over(tensor)
         meter.begin_step()
         done = train_step(trainer, microbatches, step=0)
         traffic, work = meter.traffic(), meter.work()
@@ -94,9 +98,10 @@ def count(spec: RunSpec, microbatches: Sequence[Samples], *, fake_tensors: bool)
         if watch is not None:  # a step without a comparison sends and computes less, and a rank needs room for both
             watch.gradients(1)
     state = trainer.state.bytes()
-    state["optimizer"] += sum(tensor.numel() * tensor.element_size() for tensor in outer)
-    for place, tier in trainer.tiers.items():
-        state[place] = state.get(place, 0) + tier.counted.most
+    where = "optimizer" if place == "device" else place
+    state[where] = state.get(where, 0) + sum(tensor.numel() * tensor.element_size() for tensor in outer)
+    for tier, retained in trainer.tiers.items():
+        state[tier] = state.get(tier, 0) + retained.counted.most
     return RankCounts(
         coordinates=groups.coordinates,
         parts=[name for stage in trainer.stages.values() for name in stage.part_names],
@@ -114,12 +119,13 @@ def _target(spec: RunSpec) -> str:
     return CPU.type if spec.cluster == "local" else cluster.load(spec.cluster).accelerator.kind
 
 
-def _outer(trainer: Trainer) -> list[torch.Tensor]:
+def _outer(trainer: Trainer) -> tuple[list[torch.Tensor], Place]:
+    """Make the tensors that merges with other sites keep for this rank's weights, and return them with their place; none in a run
+    without sites."""
     if (sites := trainer.run.sites) is None:
-        return []
+        return [], "device"
     shapes = {name: tuple(trainer.state.master(name).shape) for name in trainer.state.masters}
-    kept = OuterState(trainer.state, fragments(shapes, sites), sites, leads=False)
-    return [tensor for each in (kept.anchors, kept.velocities, kept.feedback) for tensor in each.values()]
+    return OuterState(trainer.state, fragments(shapes, sites), sites, leads=False).kept, sites.place
 
 
 def single_documents(spec: RunSpec) -> Samples:

@@ -7,6 +7,9 @@ from megalith.check import check
 from megalith.prove.meter import Memory
 from megalith.spec.problem import Problem
 from megalith.spec.run import RunSpec
+from megalith.spec.sites import outer_slots
+from megalith.spec.state import bytes_each
+from megalith.spec.treatment import slots_of
 
 GIB = 2**30
 
@@ -54,6 +57,13 @@ def _retain(spec: RunSpec) -> Lever | None:
     return Lever('plan.retain.blocks = "host"', "activations", max(0.0, 1 - 2 * spec.plan.pipeline / spec.model.layers))
 
 
+def _merged(spec: RunSpec) -> Lever | None:
+    """Return the lever that moves what merges keep to the host's memory; None if no sites merge, or if it is there."""
+    merged = bytes_each(slot for slot in outer_slots(spec.sites) if slot.place == "device")
+    others = bytes_each(slots_of(spec.optimizer)) * (1 - spec.plan.state.away)
+    return Lever('sites.place = "host"', "optimizer", merged / (merged + others)) if merged else None
+
+
 LEVERS: tuple[Callable[[RunSpec], Lever | None], ...] = (
     lambda s: Lever("plan.zero = 1", "optimizer", 1 - 1 / s.plan.dp_size) if s.plan.zero == 0 and s.plan.dp_size > 1 else None,
     lambda s: Lever("plan.zero = 2", "gradients", 1 - 1 / s.plan.dp_size) if s.plan.zero < 2 and s.plan.dp_size > 1 else None,
@@ -61,6 +71,7 @@ LEVERS: tuple[Callable[[RunSpec], Lever | None], ...] = (
     lambda s: Lever("plan.replicate = 1", "optimizer", 1 - 1 / s.plan.replicate) if s.plan.replicate > 1 else None,
     lambda s: Lever('plan.recompute = "full"', "activations", 0.9) if s.plan.recompute != "full" else None,
     _retain,
+    _merged,
     lambda s: Lever('plan.state.optimizer = "host"', "optimizer", 1.0) if not s.plan.state.away else None,
     _release,
     _weights,

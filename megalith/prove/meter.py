@@ -134,9 +134,9 @@ class Meter(TorchDispatchMode):
         for tensor in trainer.state.streamed:
             self.label(tensor, "buffers")
         for tensor in trainer.state.on_host:
-            self._pass_over(tensor)
+            self.pass_over(tensor)
         for tier in trainer.tiers.values():
-            tier.counted.observe = self._pass_over
+            tier.counted.observe = self.pass_over
         for stage in trainer.stages.values():
             for tensor in stage.buffers():
                 self.label(tensor, "buffers")
@@ -167,7 +167,8 @@ class Meter(TorchDispatchMode):
             number = self._number(tensor.untyped_storage())
             self._labels[number] = CATEGORIES.index(category)
 
-    def _pass_over(self, tensor: Tensor) -> None:
+    def pass_over(self, tensor: Tensor) -> None:
+        """Label a tensor's storage as not on the device."""
         self._labels[self._number(tensor.untyped_storage())] = ELSEWHERE
 
     def begin_step(self) -> None:

@@ -35,6 +35,8 @@ class Slot(NamedTuple):
     exponents."""
     block: int = 0
     """How many numbers along the last dimension share a scale of one byte, which is stored after the codes; 0: no scale."""
+    place: Place = "device"
+    """The place of a tensor of merges (`sites.place`); the plan decides the places of all other tensors (`plan.state`)."""
 
     def shape_of(self, parameter: Sequence[int]) -> tuple[int, ...]:
         """Shape of the slot's tensor for a parameter, or share of a parameter, of this shape. A share must consist of whole

@@ -40,8 +40,16 @@ class StateGuard:
     """
 
     def __init__(
-        self, trainer: Trainer, *, rank_info: RankInfo, read: Read, memory: Memory | None = None, report: Report = reports.report
+        self,
+        trainer: Trainer,
+        *,
+        rank_info: RankInfo,
+        read: Read,
+        memory: Memory | None = None,
+        report: Report = reports.report,
+        merged: Sequence[torch.Tensor] = (),
     ) -> None:
+        """`merged`: tensors that only merges with other sites change. They are checked before merges and saves, not in each step."""
         self.trainer, self.fleet, self.rank_info, self.memory, self.report = (
             trainer,
             trainer.spec.fleet,
@@ -52,6 +60,7 @@ class StateGuard:
         self.probe = GradientProbe(buckets_of(trainer))
         self.replicas = Replicas(trainer) if self.fleet.digest else None
         self._in_memory = ChecksumInPlace(trainer.state.shares().values())
+        self._merged_in_memory, self._merged = ChecksumInPlace(merged), 0
         self._digests: dict[int, int] = {}  # of the state after so many steps, without the loss scale
         self._good = 0  # states up to this step are known, or must be taken, to be right
         self._disk_failed = False
@@ -75,6 +84,7 @@ class StateGuard:
             self._good = min(good for (good,) in table([self._good], self.trainer))
         if self.fleet.digest:
             self._digests = {step: self._without_scale(self._digest())}
+            self._merged = self._merged_in_memory()
         if self.memory:  # by all ranks, also those that have this very copy: their buddies may be new
             self.copy(step, samples)
 
@@ -129,8 +139,17 @@ class StateGuard:
         """
         known = self._digests.get(step)
         if known is not None and (found := self._digest()) != (known := self._whole(known)):
-            text = f"the state after {step} steps had the digest {known:016x} after its update, but now has {found:016x}"
-            self._accuse(StateCorrupt(**self._here(step, self.rank_info.rank), where="at rest"), text)
+            self._altered(step, "the state", known, found)
+
+    def check_all(self, step: int) -> None:
+        """Check the state as `check_state` does, and also the tensors that only merges change."""
+        self.check_state(step)
+        if self.fleet.digest and (found := self._merged_in_memory()) != self._merged:
+            self._altered(step, "the state kept for merges", self._merged, found)
+
+    def _altered(self, step: int, what: str, known: int, found: int) -> None:
+        text = f"{what} after {step} steps had the digest {known:016x} after its update, but now has {found:016x}"
+        self._accuse(StateCorrupt(**self._here(step, self.rank_info.rank), where="at rest"), text)
 
     def _digest(self) -> int:
         """Return the digest of the state. For tensors on disk, the digest of the written bytes is used, because each read verifies the
@@ -183,12 +202,19 @@ class StateGuard:
         self.probe.clear()
         self.before_step(self.trainer, step)
 
-    def rewound(self, step: int) -> None:
-        """Start to check the state after a rewind: the restored state is the state after `step` steps."""
+    def before_merge(self, step: int) -> None:
+        """Check the state after `step` steps before other sites get it."""
+        if self.replicas:
+            self._judge_replicas(step, self.replicas.wait())
+        self.check_all(step)
+
+    def adopt(self, step: int) -> None:
+        """Start to guard a state after `step` steps that no update made: the state of a copy to which the run rewound, or of a merge."""
         if self.fleet.digest:
             self._digests = {step: self._without_scale(self._digest())}
+            self._merged = self._merged_in_memory()
             if self.replicas:
-                self.replicas.start(self._whole(self._digests[step]))
+                self.replicas.start((self._whole(self._digests[step]) + self._merged) % WORDS)
 
     def _origin(self) -> int | None:
         """Return the rank whose own gradients were not finite before the reduction; of several ranks, the first in the order of backward.

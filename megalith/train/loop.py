@@ -180,6 +180,8 @@ class Loop:
             return False
         self.position = Position(step, sites.progress.deal.dealt, 0)
         self._first = step
+        if self.guard:
+            self.guard.adopt(step)
         if self.log:
             self.log.write(
                 Problem(
@@ -199,9 +201,14 @@ class Loop:
 
     def _merge(self, sites: Sites, stop: bool) -> bool:
         """Merge the due fragments with the other sites; return True if this site must stop now. `stop`: this site was asked to stop."""
-        if sites.due(self.step):
+        due = sites.due(self.step)
+        if due:
             self.heartbeat.beat("merge", self.step, measured=self._measured)
+            if self.guard:
+                self.guard.before_merge(self.step)
         done = sites.after_step(self.step, stop=stop)
+        if due and self.guard:
+            self.guard.adopt(self.step)
         if self.log:
             for event in done.made:
                 self.log.write(event)
@@ -433,5 +440,6 @@ class Loop:
         return replace(self.position, updates=trainer.state.updates, **known)
 
     def _check_state(self) -> None:
+        """Check that the state is still the result of the last update, and of the last merge."""
         if self.guard:
-            self.guard.check_state(self.step)
+            self.guard.check_all(self.step)

@@ -94,6 +94,11 @@ def read_step(stream: Stream, spec: RunSpec, position: Position, step: int, data
     return [stream.batch(part) for part in read_indices(spec, position, step, data_rank)]
 
 
+def read_share(stream: Stream, spec: RunSpec, share: Callable[[int], Share], step: int, data_rank: int) -> list[Samples]:
+    """Return the microbatches of a data rank in a step of a site. `share`: returns the samples that the site reads in a step."""
+    return [stream.batch(part) for part in indices_in(spec, share(step), data_rank)]
+
+
 def read_numbers(spec: RunSpec, position: Position, step: int) -> range:
     """Return the sample numbers of step `step` on all data ranks, for a run whose position before, in or after that step is `position`."""
     phases = Phases.of(spec)

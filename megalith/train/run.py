@@ -57,7 +57,7 @@ from megalith.train.measure.peak import Yardstick, yardstick_of
 from megalith.train.measure.profiler import Profile, idle_profile
 from megalith.train.own.admit import admit, changes, compare_ranks
 from megalith.train.own.callbacks import Callbacks
-from megalith.train.restore import OtherRunError, read_step, restore
+from megalith.train.restore import OtherRunError, read_share, read_step, restore
 from megalith.train.sites.meet import build
 from megalith.train.sites.progress import StopAsked
 from megalith.train.store import RunStore, tcp_store
@@ -271,8 +271,9 @@ def prepare(
         checkpointer.reserve(
             (sites.state if sites else trainer.state).laid()
         )  # now, so that the first save waits no longer than the others
-    guarded = spec.fleet.recover and sites is None
-    memory = copies_of(trainer, group=savers, warn=warn) if guarded else None
+    # all sites repeat a step that exchanges gradients, or none
+    guarded = spec.fleet.recover and (spec.sites is None or not spec.sites.exchanges_gradients)
+    memory = copies_of(trainer, group=savers, warn=warn) if guarded and sites is None else None
     heartbeat.beat("restoring")
     hooks.at("restoring")
     with refusing(OtherRunError, DataError):
@@ -281,7 +282,9 @@ def prepare(
         compare_ranks(parts, stream, index=position.samples, group=world)
     guard = None
     if guarded:
-        guard = StateGuard(trainer, rank_info=RankInfo.find(), read=partial(read_step, stream, spec, position), memory=memory)
+        read = partial(read_step, stream, spec, position) if sites is None else partial(read_share, stream, spec, sites.share)
+        merged = sites.state.kept if sites is not None else ()
+        guard = StateGuard(trainer, rank_info=RankInfo.find(), read=read, memory=memory, merged=merged)
         guard.begin(position.step, position.samples)
     yardstick = yardstick_of(trainer, folder)
     if log and parts:

@@ -57,6 +57,7 @@ def test_sites_may_come_and_go_and_move_but_not_merge_in_another_way():
     assert check_resume(before, spec("sites.count=3", 'sites.addresses=["a","b","c"]')) == []
     files = [f"sites.tls.{name}={name}.pem" for name in ("certificate", "key", "authority")]
     assert check_resume(before, spec("sites.count=2", *files)) == []
+    assert check_resume(before, spec("sites.count=2", "sites.place=host")) == []
     assert [p.key for p in check_resume(before, spec("sites.count=2", "sites.bits=4"))] == ["sites.bits"]
     assert check_resume(spec(), before), "a run without sites"
 

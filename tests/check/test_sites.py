@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from megalith.check import all_ranks, check
+from megalith.check.remedies import changes
 from megalith.check.resume import check_resume
 from megalith.spec.sites import at_site
 from tests.specs import tiny_run
@@ -45,6 +46,8 @@ def test_a_run_with_sites_is_valid() -> None:
         ("sites.top_k", {"sites": {"method": "data-parallel", "top_k": 64}}),
         ("sites.momentum", {"sites": {"method": "data-parallel", "momentum": 0.9}}),
         ("sites.decides", {"sites": {"method": "data-parallel", "decides": 0}}),
+        ("sites.place", {"sites": {"method": "data-parallel", "place": "host"}}),
+        ("fleet.verify_every", {"sites": {"method": "data-parallel"}, "fleet": {"verify_every": 2}}),
         ("sites.method", {"sites": {"method": "data-parallel"}, "model": {"preset": "deepseek-tiny"}}),
         ("optimizer.qk_clip", {"sites": {"method": "data-parallel"}, "optimizer": {"qk_clip": 100.0}}),
         ("sites.site", {"sites": {"inner_steps": 2, "site": 2}}),
@@ -235,3 +238,11 @@ def test_what_a_lost_site_hands_back_can_be_trained(schedule: str, share: int, b
     assert bool(found) is refused
     if found:
         assert "as few as 4 samples, and microbatches = 1 is too few" in found[0].reason
+
+
+def test_a_run_that_does_not_fit_may_keep_anchors_on_the_host() -> None:
+    def named(**sites: Any) -> bool:
+        return any("sites.place" in one.values for some in changes(tiny_run(sites=sites)) for one in some)
+
+    assert named() and named(bits=4)
+    assert not named(place="host") and not named(method="data-parallel")

@@ -72,6 +72,25 @@ def test_state_is_near_what_is_counted(lines: dict[str, Comparison]) -> None:
     assert lines["memory.weights"].gap == pytest.approx(0, abs=0.3)  # the moment of the peak determines which parts are gathered
 
 
+@sampled(4, together=True)
+def test_anchors_on_the_host_take_there_what_they_took_on_the_device() -> None:
+    """Anchors, velocities and rounding errors are 12 bytes a weight, and nothing else moves."""
+
+    def found(place: str) -> dict[str, Comparison]:
+        sites = {"bits": 4, "fragments": 2, "overlap": 1, "place": place}
+        spec = brief_run(plan={"data": 2, "zero": 1}, train={"global_batch": 8}, sites=sites)
+        return {line.name: line for line in compare(predict(workload_of(spec), rank=1), dry(spec, 1))}
+
+    near, far = found("device"), found("host")
+    for which in ("predicted", "counted"):
+        before, after, moved = (
+            getattr(line, which) for line in (near["memory.optimizer"], far["memory.optimizer"], far["memory.host"])
+        )
+        assert moved and before - after == moved
+        assert getattr(far["memory.activations"], which) == getattr(near["memory.activations"], which)
+    assert far["memory.host"].gap == pytest.approx(0, abs=0.01), "vectors have no rounding errors"
+
+
 @sampled(4)
 def test_gradients_are_those_of_the_stages_that_are_in_backward(lines: dict[str, Comparison]) -> None:
     """Equal to within a block, because the peak may come at any point of a block's backward."""

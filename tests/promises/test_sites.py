@@ -263,21 +263,23 @@ def test_a_killed_run_ends_with_the_same_bits(victim: int, data: Path, whole: Pa
 
 
 @pytest.mark.parametrize(
-    ("precision", "place"),
+    ("precision", "place", "anchors"),
     [
-        ("fp32", {"optimizer": "host", "share": 0.5}),
-        pytest.param("fp32", {"optimizer": "disk"}, marks=only_full),
-        pytest.param("bf16", {"optimizer": "host", "share": 0.5}, marks=only_full),
-        pytest.param("bf16", {"optimizer": "disk"}, marks=only_full),
+        ("fp32", {"optimizer": "host", "share": 0.5}, "host"),
+        pytest.param("fp32", {"optimizer": "disk"}, "device", marks=only_full),
+        pytest.param("bf16", {"optimizer": "host", "share": 0.5}, "device", marks=only_full),
+        pytest.param("bf16", {"optimizer": "disk"}, "host", marks=only_full),
     ],
 )
-def test_state_elsewhere_changes_no_bit(precision: str, place: dict[str, Any], data: Path, whole: Path, tmp_path: Path) -> None:
+def test_state_elsewhere_changes_no_bit(
+    precision: str, place: dict[str, Any], anchors: str, data: Path, whole: Path, tmp_path: Path
+) -> None:
     """This includes a kill and a resume. In bf16 master weights are elsewhere too."""
     train = {"precision": precision}
     if precision != "fp32":
         whole = tmp_path / "whole"
         _train(_spec(data, STREAMING, train=train), whole)
-    spec = _spec(data, STREAMING, train=train, plan={"state": place})
+    spec = _spec(data, STREAMING | {"place": anchors}, train=train, plan={"state": place})
     with when("step", 7, site=1, act=lambda: die_once_saved(folder_of(tmp_path / "run", 1), 6)):
         assert any(finish(start(spec, tmp_path / "run", environment=GIVEN)))
     assert_same_bits(_train(spec, tmp_path / "run"), final_state(whole))

@@ -1,5 +1,6 @@
 """A rank's findings about its own state and gradients, the ranks that it blames, and no findings if the check is off."""
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -157,6 +158,50 @@ def test_a_bit_flipped_at_rest_is_found_and_blamed(which: str) -> None:
         observation.step,
     ) == (0, "n0", "at rest", BAD + 1)
     assert found.ended.startswith("Reported")
+
+
+def _merged(rank: int, flips: bool) -> list[Observation]:
+    """Merge twice, and return the reports. `flips`: in between, a bit of a replica's anchor flips."""
+    trainer = trainer_of(tiny_run(plan={"data": 2, "zero": 0}, train={"global_batch": 4}))
+    anchor, observed = torch.ones(64), list[Observation]()
+    rank_info = RankInfo(rank, 2, ("n0", "n1"), None, key=KEY)
+    read = partial(read_of, trainer)
+    guard = StateGuard(trainer, rank_info=rank_info, read=read, report=observed.append, merged=[anchor])
+    guard.begin(0, 0)
+    with contextlib.suppress(Reported):
+        for step in range(3):
+            guard.before_merge(step)
+            anchor.mul_(1.5)
+            next(iter(trainer.state.shares().values())).mul_(0.5)
+            if flips and rank == 1 and step == 0:
+                flip(anchor)
+            guard.adopt(step + 1)
+    return observed
+
+
+def _altered_anchor(rank: int) -> Observation:
+    trainer, anchor, observed = trainer_of(tiny_run()), torch.ones(64), list[Observation]()
+    rank_info = RankInfo(rank, 1, ("n0",), None, key=KEY)
+    guard = StateGuard(trainer, rank_info=rank_info, read=partial(read_of, trainer), report=observed.append, merged=[anchor])
+    guard.begin(0, 0)
+    guard.check_all(0)
+    flip(anchor)
+    guard.check_state(0)
+    with pytest.raises(Reported, match="what merges keep"):
+        guard.check_all(0)
+    return observed[0]
+
+
+def test_a_bit_of_an_anchor_that_flips_is_found_before_a_merge_or_a_save() -> None:
+    (observation,) = run_ranks(_altered_anchor, 1)
+    assert isinstance(observation, StateCorrupt) and (observation.where, observation.node) == ("at rest", "n0")
+
+
+def test_a_merge_changes_the_state_and_replicas_must_agree_about_it() -> None:
+    """The anchors of two data ranks differ after a merge, which one of the two reports."""
+    assert run_ranks(_merged, 2, False) == [[], []]
+    (observation,), nothing = run_ranks(_merged, 2, True)
+    assert isinstance(observation, GradientWrong) and observation.suspects == ("n0", "n1") and not nothing
 
 
 # --- NaN ---

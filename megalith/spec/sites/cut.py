@@ -128,7 +128,7 @@ def outer_slots(sites: SitesSpec | None) -> tuple[Slot, ...]:
     if sites is None or sites.exchanges_gradients:
         return ()
     names = {"anchor": True, "velocity": sites.momentum > 0, "feedback": sites.feeds_back}
-    return tuple(Slot(name) for name, kept in names.items() if kept)
+    return tuple(Slot(name, place=sites.place) for name, kept in names.items() if kept)
 
 
 def verdict_bytes(steps: int = 0) -> int:

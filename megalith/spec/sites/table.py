@@ -116,6 +116,10 @@ class SitesSpec(Spec):
     lr: PositiveFloat = Field(default=0.7, description="outer learning rate")
     momentum: NonNegativeFloat = Field(default=0.9, lt=1.0, description="outer momentum; 0: no velocity is kept")
     nesterov: bool = Field(default=True, description="Nesterov momentum for the outer step")
+    place: Literal["device", "host"] = Field(
+        default="device",
+        description="device | host: place of anchors, velocities and rounding errors; in host memory, merges update them there",
+    )
     site: NonNegativeInt | None = Field(
         default=None, description="number of the site that this command trains; default: this machine trains all sites"
     )

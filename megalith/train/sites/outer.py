@@ -1,4 +1,5 @@
 """The arithmetic of a merge. All operations are elementwise, so each rank can compute its own share, and every site gets the same bits.
+An anchor and its velocity may be in host memory (`sites.place`); their arithmetic is then done on the host, with the same bits.
 
 A site sends the difference between the weights of the last merge (the anchor) and its own weights. The mean of the differences over sites
 is the outer gradient, with which SGD updates the anchor; with Nesterov's momentum, this is DiLoCo (arXiv:2311.08105, algorithm 1).
@@ -14,7 +15,7 @@ from megalith.spec.sites import SitesSpec
 
 def difference(anchor: Tensor, weight: Tensor, feedback: Tensor | None) -> Tensor:
     """Return a site's weight difference: the anchor minus the site's own weights, plus the remainder of earlier roundings."""
-    found = anchor - weight
+    found = anchor - weight.to(anchor.device)
     return found if feedback is None else found + feedback
 
 
@@ -44,13 +45,13 @@ def average(anchor: Tensor, gradient: Tensor) -> None:
 def correct(weight: Tensor, anchor: Tensor, early: Tensor) -> None:
     """Correct a site's weights in place: replace the outer step that the site took early and alone, to `early`, by the outer step of all
     sites, to `anchor`. What the site has trained since then is kept."""
-    weight.add_(anchor - early)
+    weight.add_((anchor - early).to(weight.device))
 
 
 def mix(weight: Tensor, anchor: Tensor, own_share: float) -> None:
     """Set a site's weights, in place, to a weighted mean of the merged weights and its own weights (Streaming DiLoCo, equation 4)."""
     if own_share:
         weight.mul_(own_share)
-        weight.add_(anchor * (1 - own_share))
+        weight.add_((anchor * (1 - own_share)).to(weight.device))
     else:
         weight.copy_(anchor)

@@ -1,6 +1,6 @@
 """The state that a rank keeps for merges: anchors, velocities, remainders of rounding, and weight differences in flight."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -28,8 +28,11 @@ class OuterState:
         self.names = frozenset(pieces)
         """The names of the weights and buffers of which this rank holds a share."""
         self._alike = sites.exchanges_gradients
-        self.anchors = {} if self._alike else {name: self.weight(name).clone() for name in pieces}
-        """The merged weights, on the device; empty if sites exchange gradients, because all sites then hold the same weights."""
+        place = torch.device("cpu") if sites.place == "host" else None
+        self.anchors = {} if self._alike else {name: self.weight(name).to(place, copy=True) for name in pieces}
+        """The merged weights, on the device or in host memory (`sites.place`), as are velocities and feedback; empty if sites exchange
+        gradients, because all sites then hold the same weights."""
+        self._on_host = place is not None
         self.velocities = {
             name: torch.zeros_like(self.anchors[name]) for name in pieces if sites.momentum and self.is_trained(name)
         }
@@ -102,9 +105,12 @@ class OuterState:
             for key, tensor in inner.items()
             for at in [key if self._alike and key.startswith(_WEIGHTS) else f"{own}{key}"]
         }
-        found |= {f"{_WEIGHTS}{name}": tensor for name, tensor in self.cut(self.anchors).items()}
-        found |= {f"outer.velocity.{name}": tensor for name, tensor in self.cut(self.velocities).items()}
-        found |= {f"{own}outer.feedback.{name}": tensor for name, tensor in self.cut(self.feedback).items()}
+        for prefix, kept in (
+            (_WEIGHTS, self.anchors),
+            ("outer.velocity.", self.velocities),
+            (f"{own}outer.feedback.", self.feedback),
+        ):
+            found |= {f"{prefix}{name}": self._laid(f"{prefix}{name}", name, share) for name, share in kept.items()}
         found |= {f"{own}outer.flight.{number}": message for number, message in self.flights.items()}
         found |= {f"{own}outer.slots": self.slots} if self.late else {}
         return found | {"outer.sent": self.sent}
@@ -122,15 +128,16 @@ class OuterState:
         if self.late:
             self.slots.fill_(NOT_SENT)
 
-    def cut(self, shares: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return `shares`, this rank's shares of weights by name, as sharded tensors."""
-        parameters = self._inner.parameters
-        return {name: like(MASTER, share, parameters.get(name, share)) for name, share in shares.items()}
+    def _laid(self, key: str, name: str, share: Tensor) -> Tensor | OffDeviceShare:
+        """Return a share that is cut like the weight `name`, for the entry `key` of a checkpoint."""
+        if not self._on_host or not self.is_trained(name):  # a buffer is whole on every rank
+            return like(MASTER, share, self._inner.parameters.get(name, share))
+        return OffDeviceShare.of(key, like(MASTER, share.to("meta"), self._inner.parameters[name]), share)
 
-    def bytes(self) -> int:
-        """Return the bytes of all tensors that this rank keeps for merges."""
-        kept = (self.anchors, self.velocities, self.feedback, self.flights)
-        return sum(share.numel() * share.element_size() for each in kept for share in each.values())
+    @property
+    def kept(self) -> list[Tensor]:
+        """This rank's anchors, velocities and rounding errors, which only merges change."""
+        return [share for each in (self.anchors, self.velocities, self.feedback) for share in each.values()]
 
     def swap(self) -> None:
         """Exchange the site's own weights and the anchors. A second call restores both."""

@@ -229,7 +229,7 @@ class Healer:
         state.updates, state.skipped = position.updates, step + 1 - position.updates
         state.history = before.rewound(position.history, step=step, to=target.step, undone=undone)
         if self.guard is not None:
-            self.guard.rewound(step + 1)
+            self.guard.adopt(step + 1)
         self.trainer.extremes.forget(target.step)
         dropped = range(position.samples, self.data.numbers(step).stop)
         left = spec.rewinds - len(state.history.rewinds)

@@ -46,6 +46,7 @@ METHODS |= {
     "asynchronous": {"inner_steps": 3, "fragments": 2, "overlap": 1, "bits": 4, "staleness": 2},
     "asynchronous, whole": {"inner_steps": 2, "staleness": 1},
 }
+METHODS |= {f"{name}, on the host": METHODS[name] | {"place": "host"} for name in ("streaming, 2 bits", "eager, sparse")}
 PLANS: dict[str, dict[str, Any]] = {
     "alone": {},
     "zero 3 in 3": {"plan": {"data": 3, "zero": 3}, "train": {"global_batch": 18}},  # no size of the model is a multiple of 3
@@ -263,6 +264,8 @@ def test_a_merge_is_the_references(method: str) -> None:
         ("pipeline, tied", "streaming"),
         ("each its own", "eager, sparse"),
         pytest.param("experts", "eager, sparse", marks=only_full),
+        pytest.param("zero 3 in 3", "streaming, 2 bits, on the host", marks=only_full),
+        pytest.param("experts", "eager, sparse, on the host", marks=only_full),
         pytest.param("each its own", "streaming, 2 bits", marks=only_full),
         pytest.param("tensor, tied", "streaming, 2 bits", marks=only_full),
         pytest.param("experts", "streaming", marks=only_full),
