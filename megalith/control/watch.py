@@ -272,7 +272,7 @@ class Watch:
         if self._ready_at is None:
             missed = f"was not ready within {limit:g} s"
         else:
-            missed = f"hangs: no rank has sent a heartbeat for {limit:g} s"
+            missed = f"hangs: no rank has sent a heartbeat for the last {limit:g} s"
         beat = self._beats[rank]
         where = f"the rank's last phase is `{beat.phase}`" if beat.phase else "the rank has sent no heartbeat"
         step = f" of step {beat.step}" if beat.step >= 0 else ""
