@@ -31,7 +31,8 @@ from megalith.fleet.observations import Straggler
 
 
 class Cause(StrEnum):
-    """What a run did at a moment. If several causes apply to a moment, it is assigned to the one that comes last in this list."""
+    """The use that a run made of a moment. If several causes apply to a moment, it is assigned to the one that comes last in this
+    list."""
 
     OTHER = "other"
     USEFUL = "useful"

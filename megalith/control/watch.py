@@ -269,7 +269,7 @@ class Watch:
         ]
 
     def _standing(self, rank: int, limit: float, inspection: RankInspection, behind: str) -> str:
-        missed = "was not ready within" if self._ready_at is None else "hangs: no rank has sent a heartbeat for"
+        missed = "was not ready within" if self._ready_at is None else "hangs: no rank has sent a heartbeat for the last"
         beat = self._beats[rank]
         where = f"the rank's last phase is `{beat.phase}`" if beat.phase else "the rank has sent no heartbeat"
         step = f" of step {beat.step}" if beat.step >= 0 else ""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks of a run execute, and its limits.
+    """The work of a run's ranks, and its limits.
 
     `entry` is "module:function", called on each rank as `function(**arguments)`; `arguments` must be storable as JSON. `preload`:
     modules that the fork server imports once, before it forks ranks. Every rank must send a heartbeat of phase `ready`

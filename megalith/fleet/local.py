@@ -117,7 +117,7 @@ class LocalNodes:
             with disk.if_available(self._memory):
                 self._make_memory(self._memory, self._there)
                 print(
-                    f"{self._memory} was removed by another process: its folders are made again, and ranks will write new "
+                    f"{self._memory} was removed by another process: megalith restores its folders, and ranks will write new "
                     f"copies of the state there",
                     file=sys.stderr,
                     flush=True,

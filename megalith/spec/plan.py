@@ -22,7 +22,7 @@ Recompute = Annotated[
 
 
 class StateSpec(Spec):
-    """Where a rank's training state is kept: on the rank's device, in the host's memory, or on the host's disk."""
+    """The place where a rank's training state is kept: the rank's device, the host's memory, or the host's disk."""
 
     optimizer: Place = Field(
         default="device",

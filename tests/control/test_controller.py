@@ -171,7 +171,7 @@ def test_the_same_failure_at_one_step_falls_back_a_tier_and_the_third_time_stops
         assert _state(folder) == whole
     else:
         assert outcome.code == ExitCode.FAILED
-        assert "for the third time at step 10, the last time after restoring step 6 in store" in outcome.report
+        assert "this is the third time at step 10, the last time after restoring step 6 in store" in outcome.report
 
 
 @pytest.mark.slow

@@ -229,7 +229,7 @@ def test_checkpoints_that_cannot_be_used_are_not_given_up_for_a_new_beginning() 
     assert "restart" not in _kinds(second)
     assert isinstance(second.commands[-1], Stop)
     assert second.commands[-1].code == ExitCode.FAILED
-    assert "of step 10, 20" in second.commands[-1].report
+    assert "(step 10, 20)" in second.commands[-1].report
     again = decide(replace(second.state, stopped=False, copies=store.copies), observations.Started(), fleet=FleetSpec())
     assert again.state.restored == Source(20, Tier.STORE)
 

@@ -29,7 +29,7 @@ EVENTS: list[Event] = [
 
 def test_each_spike_is_a_row_with_what_was_done() -> None:
     first, second = spikes.rows(EVENTS)
-    went = "went back from step 6 to the state after step 2 (copy in memory): samples 16 to 47 are dropped."
+    went = "the run went back from step 6 to the state after step 2 (copy in memory): samples 16 to 47 are skipped."
     assert first[:2] == ("6", "loss above 4") and first[2].startswith(went)
     assert first[3] == "data: samples 320 to 327; numerics: x"
     assert second[2].startswith("the learning rate is multiplied by 0.5") and second[3] == "unknown"
@@ -42,7 +42,7 @@ def test_a_report_shows_them() -> None:
     page = render(run, folder=Path("nowhere"))
     assert "<h2>Spikes</h2>" in page and "samples 320 to 327" in page
     said = [one.message.partition(":")[0] for one in run.problems]
-    assert said[:2] == ["spike at step 6", "went back from step 6 to the state after step 2 (copy in memory)"]
+    assert said[:2] == ["spike at step 6", "the run went back from step 6 to the state after step 2 (copy in memory)"]
     assert "<h2>Spikes</h2>" not in render(gather(EVENTS[:5]), folder=Path("nowhere"))
 
 

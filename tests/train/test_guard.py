@@ -187,7 +187,7 @@ def _altered_anchor(rank: int) -> Observation:
     guard.check_all(0)
     flip(anchor)
     guard.check_state(0)
-    with pytest.raises(Reported, match="what merges keep"):
+    with pytest.raises(Reported, match="state kept for merges"):
         guard.check_all(0)
     return observed[0]
 

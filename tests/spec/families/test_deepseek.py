@@ -104,5 +104,5 @@ def test_sizes_that_contradict_each_other_are_named(sizes, reason):
 
 
 def test_all_contradictions_are_named_at_once():
-    with pytest.raises(ValidationError, match=r"dense_layers = 4 .*; rope_dim = 5"):
+    with pytest.raises(ValidationError, match=r"dense_layers = 4, .*; rope_dim = 5"):
         deepseek(dense_layers=4, rope_dim=5)
