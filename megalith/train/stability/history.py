@@ -124,8 +124,8 @@ class History:
         return json.dumps(asdict(self), separators=(",", ":"))
 
     def departures(self, loss: float, norm: float, spec: StabilitySpec) -> tuple[Departure, ...]:
-        """Return the watched numbers of a step that lie outside their bands; empty while too few earlier numbers are known. After a suspected
-        step the bands are narrower."""
+        """Return the watched numbers of a step that lie outside their bands; empty while too few earlier numbers are known. After a
+        suspected step the bands are narrower."""
         if not spec.watch or len(self.losses) < min(JUDGED_FROM, spec.window // 2):
             return ()
         found, part = [], AFTER if self.suspects else 1.0
