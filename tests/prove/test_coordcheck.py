@@ -51,5 +51,5 @@ def test_sizes_that_are_not_to_be_had():
     model = SPEC.model
     wide = sized(model, "width", 4 * model.dim, model.dim, "mup")
     assert (wide.heads, wide.ffn, wide.base_dim) == (4 * model.heads, 4 * model.ffn, model.dim)
-    with pytest.raises(ValueError, match="is not a multiple of the head size 16: use multiples of 16"):
+    with pytest.raises(ValueError, match="whole number of heads of size 16: use multiples of 16"):
         sized(model, "width", 72, 64, "mup")
