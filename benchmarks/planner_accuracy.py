@@ -1,16 +1,18 @@
 """Compare the planner's predictions with published measurements.
 
-    python benchmarks/planner_accuracy.py [FILE.csv] [--json] [--rows]
+    python benchmarks/planner_accuracy.py [FILE.csv] [--json] [--rows] [--markdown]
 
 Every row of the file (by default the bundled one) that can be expressed as a workload is predicted; for the others the reason is printed.
 Only primary, measured, unflagged rows are scored: the median absolute error of each source group, averaged over groups, separately for
 dense, expert and hybrid models and for memory. No group is judged by a fit that included it: a group of the bundled file is predicted with
 the figures of a fit without it (planner/published/left_out.toml). The report also has the coverage and width of 80 % intervals, errors
 once a few rows of a stack are known, and, where several layouts of one model were measured, the cost of choosing by predictions.
+`--markdown` prints the tables of docs/planner.md: the fitted figures beside their starting values, and these errors.
 """
 
 import argparse
 import json
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Mapping
@@ -24,7 +26,7 @@ from megalith.cost.calibrate import mean
 from megalith.cost.constants import Calibration, calibration, parse
 from megalith.planner.published import coverage
 from megalith.planner.published.express import ExpressedRow, express
-from megalith.planner.published.fit import left_out
+from megalith.planner.published.fit import left_out, starts
 from megalith.planner.published.residuals import Result, predict
 from megalith.planner.published.rows import GIB, Row, read
 
@@ -206,12 +208,57 @@ def _show_judged(found: dict[str, Any]) -> None:
         )
 
 
+DEVICES, GENERATIONS = ("ampere", "hopper", "hopper-500w", "blackwell"), ("plain", "eager", "compiled", "fused", "packaged")
+"""Columns of the tables of fitted figures."""
+
+
+def fitted(figures: Calibration, first: Calibration) -> list[str]:
+    """Return the Markdown tables of the fitted figures of devices and of software; where the fit changed one, with its start."""
+    lines = list[str]()
+    tables = ((DEVICES, figures.devices, first.devices), (GENERATIONS, figures.overheads, first.overheads))
+    for columns, now, before in tables:
+        lines += ["", f"| figure | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+        for name in vars(now[columns[0]]):
+            pairs = ((f"{getattr(of[column], name):.4g}" for of in (now, before)) for column in columns)
+            cells = (value if value == start else f"{value} ({start})" for value, start in pairs)
+            lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return lines[1:]
+
+
+def as_markdown(found: dict[str, Any]) -> list[str]:
+    """Return the tables of errors and intervals."""
+    lines = [
+        "| | average over groups |",
+        "|---|---|",
+        *(f"| {name} | {value:.1%} |" for name, value in found["averages"].items()),
+    ]
+    lines += ["", "| what | kind | group | rows | median | p90 | bias |", "|---" * 7 + "|"]
+    for one in found["groups"]:
+        shares = f"{one['median']:.1%} | {one['p90']:.1%} | {one['bias']:+.1%}"
+        lines.append(f"| {one['what']} | {one['kind']} | {one['group']} | {one['rows']} | {shares} |")
+    lines += ["", "| intervals of 80 % | stack | rows | groups | hold | half-width, median | score |", "|---" * 7 + "|"]
+    for kind, ways in found["intervals"].items():
+        for name, one in ways.items():
+            shares = f"{one['share']:.1%} | {one['width']:.1%} | {one['score']:.2f}"
+            lines.append(f"| {kind} | {name} | {one['rows']} | {one['groups']} | {shares} |")
+    lines += ["", "| kind, known | as predicted | after | worst stack | one wrong by two |", "|---" * 5 + "|"]
+    for kind, by_rows in found["few_rows"].items():
+        for rows, stacks in by_rows.items():
+            before, after, planted = (median(one[name] for one in stacks.values()) for name in ("before", "after", "planted"))
+            worst, named = max(one["worse"] for one in stacks.values()), mean(one["named"] for one in stacks.values())
+            known = f"{kind}, {rows} row{'s' * (rows != '1')} of {len(stacks)} stacks"
+            shares = f"{before:.1%} | {after:.1%} | {100 * worst:+.1f} points | {planted:.1%}, named in {named:.0%}"
+            lines.append(f"| {known} | {shares} |")
+    return [re.sub(r"(\d)%", r"\1 %", line) for line in lines]
+
+
 def main() -> None:
     """Read the file, predict its rows and print the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, nargs="?", help="a file of measurements; default: the bundled one")
     parser.add_argument("--json", action="store_true", help="print everything as one JSON value")
     parser.add_argument("--rows", action="store_true", help="print every row as well")
+    parser.add_argument("--markdown", action="store_true", help="print the tables of docs/planner.md instead")
     parser.add_argument("--calibration", type=Path, help="another calibration.toml, for all groups")
     arguments = parser.parse_args()
     figures = parse(arguments.calibration.read_text()) if arguments.calibration else calibration()
@@ -220,6 +267,8 @@ def main() -> None:
     if arguments.json:
         json.dump(found, sys.stdout, indent=1)
         print()
+    elif arguments.markdown:
+        print("\n".join([*fitted(figures, starts()), "", *as_markdown(found)]))
     else:
         show(found, rows=arguments.rows)
 

@@ -94,6 +94,8 @@ class _Stage:
     parts: tuple[Part, ...]
     saved: tuple[float, ...]
     """Bytes that a microbatch's forward keeps in each part."""
+    deferred: tuple[float, ...]
+    """Bytes that the first half of a microbatch's backward keeps in each part until the second half. An embedding has no first half."""
     inside: tuple[float, ...]
     """Peak bytes of each part's backward, without the bytes that forward saved."""
     coming: tuple[OffloadedBytes, ...]
@@ -140,22 +142,26 @@ class _Timeline:
 
     def _stage(self, parts: tuple[Part, ...], segments: tuple[tuple[int, ...], ...]) -> _Stage:
         head, again = self.traced.head, self.traced.segments
-        saved, inside = [], []
+        saved, deferred, inside = [], [], []
         before = {number: run[: at + 1] for run in segments for at, number in enumerate(run)}
         for part in parts:
             saved.append(sum(one.saved for one in part.profiles))
+            whole = part.profiles[0] is self.traced.embedding
+            deferred.append(sum(one.saved + one.output if whole else one.deferred for one in part.profiles))
             inside.append(max(0.0 if one is head else one.working for one in part.profiles))
             if again is not None and part.block is not None:
                 run = before[part.block]
                 graphs = sum(again.inside[number].saved for number in run) - self.traced.blocks[run[0]].saved
                 saved[-1] *= len(run) == 1  # one input for all blocks of the segment
+                deferred[-1] = again.inside[part.block].deferred
                 inside[-1] = max(graphs + again.inside[part.block].working, 0.0)
         coming, left = [OffloadedBytes()] * len(parts), [number for number, part in enumerate(parts) if part.away.size]
         further: dict[int | None, int] = {run[0]: len(run) - 1 for run in segments}
         for number, then in pairwise(left):  # a segment's backward begins with its last block
             coming[then + further.get(parts[then].block, 0)] = parts[number].away
         last = parts[left[-1]].away if left else OffloadedBytes()
-        return _Stage(parts, tuple(saved), tuple(inside), tuple(coming), last, [0.0] * len(parts), [0.0] * len(parts))
+        kept = tuple(saved), tuple(deferred), tuple(inside)
+        return _Stage(parts, *kept, tuple(coming), last, [0.0] * len(parts), [0.0] * len(parts))
 
     def moment(self, *, weights: float = 0.0, gradients: float = 0.0, activations: float = 0.0) -> MemoryPoint:
         """Return the rank's memory plus the given bytes."""
@@ -183,20 +189,23 @@ class _Timeline:
             yield self.moment()  # now the most is elsewhere
 
     def backward(self, stage: _Stage, *, begins: bool, forms: bool, reduces: bool) -> Iterator[MemoryPoint]:
-        """Count a backward, or half of a backward. `begins`: True for the whole backward or its first half, which fetches activations.
-        `forms`: True if this backward computes weight gradients and frees activations. `reduces`: True if each part's gradients are
-        reduced after its backward."""
+        """Count a backward, or half of a backward. `begins`: True for the whole backward or its first half, which fetches activations and
+        frees those that the second half does not need. `forms`: True for the whole backward or its second half, which computes weight
+        gradients. `reduces`: True if each part's gradients are reduced after its backward."""
         narrow = self.workload.width < self.workload.gradient_bytes
         for number, part in reversed([*enumerate(stage.parts)]):
             weights, messages = self._gathered(part, stage.parts[number - 1] if number else None)
             new = self.workload.gradient_bytes * sum(part.weights)
             made = self.workload.width * sum(part.weights) if narrow else 0.0 if stage.sums[number] else new
             self.move(stage.coming[number], -begins)
-            held = self.moment(weights=weights, gradients=made * forms + self.waits, activations=stage.inside[number])
+            computes = forms if part.profiles[0] is self.traced.embedding else begins
+            held = self.moment(weights=weights, gradients=made * forms + self.waits, activations=stage.inside[number] * computes)
             yield held._replace(buffers=messages + held.buffers)
+            self.kept -= stage.saved[number] if begins else stage.deferred[number]
             if forms:
-                self.kept -= stage.saved[number]
                 stage.sums[number] = new
+            else:
+                self.kept += stage.deferred[number]
             if forms and reduces:
                 held = self.reduced(stage, number)
                 yield held._replace(buffers=messages + held.buffers, gradients=self.waits + held.gradients)

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 from megalith import own
 from megalith.cost import kept
 from megalith.cost.profile import Layout, Profile, twice
-from megalith.cost.workload import EXPERTS, Workload
+from megalith.cost.workload import EXPERTS, Narrow, Workload
 from megalith.kernels.chunks import chunk_rows
 from megalith.machine import parent_watch
 from megalith.spec.model import BlockSpec, ModelSpec, MoeSpec
@@ -165,41 +165,77 @@ def _once(keys: list[Key]) -> Iterable[Key]:
 def _keys(workload: Workload) -> tuple[Key, Key, list[Key], Key | None, list[Key]]:
     """Return the keys of embedding, head, each block in order, and the MTP module; and, if blocks keep their graph while a segment is
     recomputed, the key of each block in this recomputation."""
-    model, plan, folder = workload.model, workload.plan, os.environ.get(kept.CACHE)
+    folder = os.environ.get(kept.CACHE)
     here, bare = workload.layout, _bare(workload.model)  # pyright: ignore[reportArgumentType]
-    whole, plain = replace(here, recompute="full", actions=()), here
-    blocks, size = len(model.blocks), _segment_size(workload)
-    *alone, further = (recomputed(number, blocks=blocks, policy=plan.recompute) for number in range(blocks + 1))
-    again = [True] * blocks if size else alone
-    ahead = model.head.ahead
-    known: dict[tuple[int, bool, tuple[int, int], tuple[str, ...]], Key] = {}
-    sent = [_sent_in_tiles(workload, layers) for layers in workload.narrow_layers]
-    keeping, narrow = workload.packed_layers, workload.narrow
+    whole, plain, narrow = replace(here, recompute="full", actions=()), here, workload.narrow
     tile, wide = (narrow.tile, not is_narrow(narrow.precision)) if narrow is not None else (0, False)
 
-    def key(block: BlockSpec, full: bool, sends: tuple[int, int] = (0, 0), keeps: tuple[str, ...] = ()) -> Key:
-        of = (
-            id(block),
-            full,
-            sends,
-            keeps,
-        )  # blocks alike are mostly one value; comparing whole specs a hundred times would take longest here
-        if of not in known:
-            layout = whole if full else plain
-            layout = replace(layout, dispatched=sends[0], returned=sends[1])
-            layout = replace(layout, packed=keeps, packed_tile=tile, packed_activations=wide) if keeps else layout
-            known[of] = Key("block", bare, block, _seen(block, layout), folder)
-        return known[of]
+    def key(kind: _Kind) -> Key:
+        layout = whole if kind.full else plain
+        if kind.sends != (0, 0):
+            layout = replace(layout, dispatched=kind.sends[0], returned=kind.sends[1])
+        layout = replace(layout, packed=kind.keeps, packed_tile=tile, packed_activations=wide) if kind.keeps else layout
+        return Key("block", bare, kind.block, _seen(kind.block, layout), folder)
 
-    embedding, head = (Key(kind, bare, None, _seen(None, here), folder) for kind in ("embedding", "head"))
-    inside = list(map(key, model.blocks, alone, sent, keeping)) if size and not all(alone) else []
-    return (
-        embedding,
-        head,
-        list(map(key, model.blocks, again, sent, keeping)),
-        key(ahead.block, further) if ahead else None,
-        inside,
-    )
+    embedding, head = (Key(end, bare, None, _seen(None, here), folder) for end in ("embedding", "head"))
+    kinds = _kinds(workload)
+    made = list(map(key, kinds.distinct))
+    ahead = None if kinds.ahead is None else key(kinds.ahead)
+    return embedding, head, [made[at] for at in kinds.blocks], ahead, [made[at] for at in kinds.inside]
+
+
+class _Kind(NamedTuple):
+    """What decides on the trace of a block, beside the layout of the workload."""
+
+    block: BlockSpec
+    full: bool
+    """The block runs again as a whole."""
+    sends: tuple[int, int] = (0, 0)
+    keeps: tuple[str, ...] = ()
+
+
+class _Kinds(NamedTuple):
+    """The distinct kinds of a model's blocks; `blocks` and `inside`: the place among these of each block, and of each block in a segment
+    that runs again."""
+
+    distinct: tuple[_Kind, ...]
+    blocks: tuple[int, ...]
+    inside: tuple[int, ...]
+    ahead: _Kind | None
+
+
+# by identity, of models and choices kept with them: hashing whole ones takes long, and a search asks for each of thousands of plans
+_dealt: dict[tuple[int, int, str], tuple[ModelSpec, Narrow | None, _Kinds]] = {}
+
+
+def _kinds(workload: Workload) -> _Kinds:
+    """Return the kinds of a workload's blocks."""
+    known = id(workload.model), id(workload.narrow), workload.plan.recompute
+    if known not in _dealt:
+        _dealt[known] = workload.model, workload.narrow, _kinds_of(workload)
+    return _dealt[known][2]
+
+
+def _kinds_of(workload: Workload) -> _Kinds:
+    model, policy = workload.model, workload.plan.recompute
+    blocks, size, ahead = len(model.blocks), _segment_size(workload), model.head.ahead
+    *alone, further = (recomputed(number, blocks=blocks, policy=policy) for number in range(blocks + 1))
+    again = [True] * blocks if size else alone
+    sent = [_sent_in_tiles(workload, layers) for layers in workload.narrow_layers]
+    places: dict[tuple[int, bool, tuple[int, int], tuple[str, ...]], int] = {}
+    distinct: list[_Kind] = []
+
+    def place(*kind: Any) -> int:
+        block, *rest = kind
+        of = id(block), *rest  # comparing whole specs a hundred times would take longest here
+        if of not in places:
+            places[of] = len(distinct)
+            distinct.append(_Kind(*kind))
+        return places[of]
+
+    mine = tuple(map(place, model.blocks, again, sent, workload.packed_layers))
+    inside = tuple(map(place, model.blocks, alone, sent, workload.packed_layers)) if size and not all(alone) else ()
+    return _Kinds(tuple(distinct), mine, inside, _Kind(ahead.block, further) if ahead else None)
 
 
 def _sent_in_tiles(workload: Workload, layers: tuple[str, ...]) -> tuple[int, int]:
@@ -229,7 +265,9 @@ def _seen(block: BlockSpec | None, layout: Layout) -> Layout:
     only in these values."""
     unseen: dict[str, Any] = {}
     if block is None or not isinstance(block.mlp, MoeSpec):
-        unseen |= {"expert": 1, "expert_tensor": 1, "permute": True, "dispatched": 0, "returned": 0}
+        unseen |= {"expert": 1, "expert_tensor": 1, "permute": True, "dispatched": 0, "returned": 0, "weighs_away": False}
+    elif "mlp.experts" not in layout.recompute:
+        unseen |= {"weighs_away": False}
     if block is None or block.attention is None:
         unseen |= {"ulysses": 1, "context_method": "ring", "summed": False, "attention": "fused", "rotary": True}
     if block is None:

@@ -2,7 +2,7 @@
 bytes of collectives by axis, FLOPs. The figures have the names that `prove.meter` uses. Imports torch only to trace parts."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
@@ -113,8 +113,11 @@ def predict(workload: Workload, *, rank: int, figures: Calibration | None = None
     )
 
 
-def held(workload: Workload, figures: Calibration | None = None) -> Memory:
-    """Return the peak memory of the worst rank over the trainer's program, including memory that torch does not report.
+def held(
+    workload: Workload, figures: Calibration | None = None, *, fits: Callable[[Memory], bool] = lambda memory: True
+) -> Memory:
+    """Return the peak memory of the worst rank over the trainer's program, including memory that torch does not report; or, if a rank's
+    memory does not fit, that of the first such rank.
 
     The result has the categories of a dry run. The program has the smallest representative number of microbatches. `host` and `disk` only
     count offloaded activations, not state.
@@ -134,7 +137,12 @@ def held(workload: Workload, figures: Calibration | None = None) -> Memory:
             host=waiting.get("host", 0.0), disk=waiting.get("disk", 0.0),
         )  # fmt: skip
 
-    return max(map(of, shares(few, traced).worst_ranks), key=lambda memory: memory.total)
+    found: list[Memory] = []
+    for place in shares(few, traced).worst_ranks:
+        found.append(of(place))
+        if not fits(found[-1]):
+            return found[-1]
+    return max(found, key=lambda memory: memory.total)
 
 
 def workload_of(spec: RunSpec) -> Workload:

@@ -127,6 +127,11 @@ class Profile:
     """Number of experts' weights on the rank."""
     output: float
     """The part's output."""
+    deferred: float = 0.0
+    """Bytes that the first half of a backward leaves for the second: inputs of products, computed again if a policy dropped them, and
+    gradients of their outputs."""
+    tensors: int = 0
+    """Number of tensors that these weights are in."""
     multiplied: tuple[MultipliedWeight, ...] = ()
     """The weights on the rank that are factors of products"""
     leaves: float = 0.0
@@ -222,6 +227,9 @@ class Layout:
     """True if gradients of keys and values are added up over context ranks in separate tensors, as in Megalith's trainer."""
     expert: int = 1
     expert_tensor: int = 1
+    weighs_away: bool = False
+    """True if the gradients of routing weights are computed where the experts are, so that results that came back are not kept
+    (`parallel.moe_overlap`)."""
     recompute: str = "none"
     """`none`, `full`, or the names of the recomputed parts, separated by commas."""
     actions: tuple[tuple[str, Action], ...] = ()

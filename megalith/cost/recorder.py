@@ -207,6 +207,10 @@ class Recorder(TorchDispatchMode):
         key = x.untyped_storage()._cdata
         return key in self._packed or key not in self.rounded
 
+    def lives(self, key: int) -> bool:
+        """Return True if a storage that was held or ignored is not freed yet."""
+        return key in self._seen
+
     def packed_bytes(self, x: Tensor, place: Place) -> int:
         """Return the bytes that autograd keeps for backward at `place`, outside the device; this includes the input `x`, which is not
         counted among live tensors."""

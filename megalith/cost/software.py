@@ -15,8 +15,11 @@ PLAIN_2021 = SoftwareProfile(
     deduplicated=False,
     causal_half=False,
     loss="whole",
+    adds_gradients=True,
 )
-EAGER_2023 = SoftwareProfile(overheads="eager", overlap_tensor=False, deduplicated=False, loss="whole")
+"""Megatron-LM adds a microbatch's gradients in a hook of each weight (its megatron/model/distributed.py of 2022, `_make_param_hook`); with
+fp16 no product adds them (arguments.py, `gradient_accumulation_fusion`)."""
+EAGER_2023 = SoftwareProfile(overheads="eager", overlap_tensor=False, deduplicated=False, loss="whole", adds_gradients=True)
 FUSED_2024 = SoftwareProfile(overheads="fused")
 COMPILED_2024 = replace(EAGER_2023, overheads="compiled")
 
@@ -42,7 +45,7 @@ HAI_LLM_V3 = SoftwareProfile(overlap_expert=True, senders=20, moment_bytes=4, lo
 """DeepSeek-V3's. DualPipe hides the experts' exchange behind the other direction's computation (arXiv:2412.19437, section 3.2.1), with 20
 processors of each device (section 3.2.2); moments are in bf16, and activations are kept in few bits (section 3.3.3)."""
 
-TRAINER = SoftwareProfile(overheads="eager", loss="chunked", overlap_tensor=False)
+TRAINER = SoftwareProfile(overheads="eager", loss="chunked", overlap_tensor=False, adds_gradients=True)
 """Megalith's trainer without compilation: plain PyTorch, fp32 gradients, and a loss that is computed for a few rows at a time."""
 COMPILED_TRAINER = replace(TRAINER, overheads="compiled")
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 from megalith.cost import network
 from megalith.cost.constants import Calibration, Device, SoftwareOverheads
@@ -285,7 +285,8 @@ def _on_device(
     gathered = setting.workload.plan.context_method == "gather"
     mine = [product for product in profile.products if product.phase == phase]
     attention = sum(core_seconds(core, setting) for core in profile.cores if core.phase == phase)
-    moved = profile.moved[phase] + _sorted(profile, phase, software_profile)
+    added = _added(profile, setting) if phase == "W" else _NOTHING
+    moved = profile.moved[phase] + _sorted(profile, phase, software_profile) + added.moved
     passing = moved / setting.bandwidth + (quantising(mine, setting, format, phase) if ways is None else 0.0)
     rounded = rounding(mine, setting, ways) if ways is not None else 0.0
     waits: dict[str, float] = dict.fromkeys(("tensor", "context", "ulysses", "expert", "expert_tensor"), 0.0)
@@ -295,7 +296,7 @@ def _on_device(
     return SpentSeconds(
         products=multiplying(mine, setting, format, ways),
         attention=attention,
-        memory=overheads.passes * passing + profile.kernels[phase] * setting.device.gap * 0.5 + rounded,
+        memory=overheads.passes * passing + (profile.kernels[phase] + added.kernels) * setting.device.gap * 0.5 + rounded,
         tensor=waits["tensor"] * (overheads.tensor_exposed if software_profile.overlap_tensor else 1.0),
         # keys and values on their way around a ring hide behind attention with those that are there; gathered or dealt out by heads, they
         # come first
@@ -304,6 +305,30 @@ def _on_device(
         * overheads.expert_exposed
         * (0.3 if software_profile.overlap_expert else 1.0),
     )
+
+
+class _Added(NamedTuple):
+    """The sums of gradients over microbatches: bytes moved and kernels, for each microbatch of a step."""
+
+    moved: float
+    kernels: float
+
+
+_NOTHING = _Added(0.0, 0.0)
+
+
+def _added(profile: Profile, setting: Setting) -> _Added:
+    """Return what it takes to add the gradients of a microbatch to the sums, in a kernel for each weight: of each number the gradient and
+    the sum are read, and the sum is written. A step's only microbatch has no sums; its gradients are copied if these have another format.
+    Under ZeRO 2 and 3 the sums are shards, which are not counted, but Megalith copies whole gradients before it reduces them."""
+    workload, software_profile = setting.workload, setting.workload.software_profile
+    sums, whole = workload.gradient_bytes, workload.plan.zero < 2
+    if not software_profile.adds_gradients or not (whole or software_profile.ours):
+        return _NOTHING
+    numbers, again = profile.weights + profile.expert_weights, whole and workload.microbatches > 1
+    if workload.width == sums:
+        return _Added(numbers * 3 * sums, profile.tensors) if again else _NOTHING
+    return _Added(numbers * (workload.width + sums * (2 if again else 1)), profile.tensors)
 
 
 def _sorted(profile: Profile, phase: Phase, software_profile: SoftwareProfile) -> float:
@@ -327,6 +352,7 @@ def _started(
     for phase in phases:
         kept = software_profile.graphs == "router"  # its operations are in a recorded graph
         around.operations += profile.kernels[phase] - profile.apart[phase] - profile.routed[phase] * kept
+        around.operations += _added(profile, setting).kernels if phase == "W" else 0
         around.launches += 0 if kept or software_profile.router == "fused" else _unfused(profile, phase)
         inside.operations += profile.apart[phase]
         for exchange in (exchange for exchange in profile.exchanges if exchange.phase == phase):

@@ -21,12 +21,13 @@ from megalith.cost.profile import Layout, MultipliedWeight, Product, Profile
 from megalith.cost.recorder import FUSED, Recorder, bytes_of, leaves
 from megalith.kernels.cross_entropy import Loss
 from megalith.kernels.deferred import Queue, deferring
+from megalith.kernels.permute import Order
 from megalith.models.batch import Batch
 from megalith.models.core import CausalCore
 from megalith.models.embedding import Lookup
 from megalith.models.stage import Stage
 from megalith.parallel.expert import SPLITS
-from megalith.spec.model import AttentionSpec, BlockSpec, MambaSpec, ModelSpec
+from megalith.spec.model import AttentionSpec, BlockSpec, MambaSpec, ModelSpec, MoeSpec
 
 
 def _note_recurrence(recorder: Recorder, mamba: MambaSpec) -> NoteRecurrence:
@@ -71,6 +72,8 @@ def trace_block(model: ModelSpec, number: int, layout: Layout) -> Profile:
         _swap_mixers(module, block, recorder, layout)
         swap_kernels(module, layout)
         recompute(module, recorder, layout)
+        if layout.weighs_away and "mlp.experts" in layout.recompute.split(",") and isinstance(block.mlp, MoeSpec):
+            _forget_results(module.get_submodule("mlp"), recorder)
         recorder.merged, recorder.rides = layout.fused, layout.regather
         if layout.fused and block.mlp is not None and block.mlp.gated:
             recorder.fused = FUSED
@@ -89,6 +92,18 @@ def _swap_mixers(module: nn.Module, block: BlockSpec, recorder: Recorder, layout
     if block.mamba is not None:
         mamba = module.get_submodule("mamba")
         mamba.core = FusedMamba(mamba.get_submodule("core"), _note_recurrence(recorder, block.mamba))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _forget_results(moe: nn.Module, recorder: Recorder) -> None:
+    """Do not keep the experts' results that came back: where the experts are, they are computed again for the routing weights."""
+    once: Any = moe.unpermute
+
+    def unpermute(rows: Tensor, weights: Tensor, order: Order) -> Tensor:
+        out = once(rows, weights, order)
+        recorder.forget(rows)
+        return out
+
+    moe.unpermute = unpermute  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _activation(layout: Layout, dim: int) -> tuple[int, int, int]:
@@ -185,10 +200,15 @@ def _run(
         with deferring(queue):
             torch.autograd.backward(result, grad)
         working = recorder.peak - saved
+        x.grad = None
+        entered = x.untyped_storage()._cdata, 0 if inputs is None else bytes_of(x)
+        del result, grad, x
+        deferred = recorder.alive - sum(bytes_of(p.grad) for p in module.parameters() if p.grad is not None)
+        deferred += entered[1] * recorder.lives(entered[0])
         recorder.phase = "W"
         queue.run_all()
     profile = _profile(module, recorder, layout, saved - spared, working, given, block)
-    return replace(profile, leaves=float(max(0, held)), leaves_for_disk=float(disk))
+    return replace(profile, deferred=float(deferred), leaves=float(max(0, held)), leaves_for_disk=float(disk))
 
 
 def _profile(
@@ -211,6 +231,7 @@ def _profile(
         weights=sum(p.numel() for _, p in named) - experts,
         expert_weights=experts,
         output=float(output),
+        tensors=len(named),
         multiplied=tuple(_multiplied(module)),
     )
 

@@ -58,6 +58,9 @@ class SoftwareProfile:
     reduces: Literal["microbatch", "run"] = "microbatch"
     """When ZeRO 2 reduces a stage's gradients: after each microbatch, or after each run of successive microbatches of the
     stage, during which gradients stay whole (Llama 3)."""
+    adds_gradients: bool = False
+    """True if a kernel for each weight adds the gradients of a microbatch to those of earlier ones; False: the product that computes them
+    adds."""
     overlap_data: bool = True
     """True if gradient reductions and weight gathers overlap computation."""
     overlap_tensor: bool = True
@@ -293,6 +296,7 @@ class Workload:
             summed=software_profile.ours and plan.ulysses < plan.context,
             expert=plan.expert,
             expert_tensor=plan.expert_tensor,
+            weighs_away=software_profile.ours and plan.expert * plan.expert_tensor > 1 and not plan.compile,
             recompute=",".join(plan.recomputed_parts) or "none",
             actions=actions,
             rounded_tile=kept_tile(self.narrow.choices if self.narrow is not None and plan.rounding else USUAL),

@@ -181,11 +181,11 @@ def find(request: ResolvedRequest, *, top: int, tick: Callable[[int, int], None]
     """Return the result of the requested search."""
     train, scorer = request.run.train, scorer_of(request)
 
-    known: dict[Plan, Memory] = {}
+    known: dict[Plan, Memory] = {}  # of a plan that does not fit, any rank's
 
     def held(plan: Plan) -> Memory:
         if plan not in known:
-            known[plan] = scorer.held(workload_of(request, plan))
+            known[plan] = scorer.held(workload_of(request, plan), briefly=True)
         return known[plan]
 
     def valid(plan: Plan) -> bool:

@@ -4,6 +4,7 @@ closed form is simulated if the plan could be among the best. Imports torch only
 from bisect import insort
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from heapq import heapify, heappop, heapreplace
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -205,7 +206,7 @@ class _Sorter:
             insort(self.fitting, _choice(workload, held, scorer), key=_step)
         else:
             self.waiting.append(BoundedCandidate(scorer.busy(workload), workload, held))
-        if not scorer.fits(workload, replace(held, reserve=held.reserve + CLOSE * held.total)):
+        if not scorer.fits(workload, held, more=CLOSE * held.total):
             more = [one for one in _again(workload, held, scorer, self.space.again) if one[0] is not workload]
             self.waiting += [BoundedCandidate(scorer.busy(one), one, needed) for one, needed in more]
 
@@ -225,7 +226,7 @@ def _again(workload: Workload, held: Memory, scorer: "Scorer", policies: Sequenc
     """Return forms of a workload that need less memory: first the workload itself, or, if the workload recomputes all blocks, the
     segments with the least memory; then nested segments, which compute more, if they need less memory."""
     plan, found = workload.plan, [(workload, held)]
-    if plan.recompute != "full" or not scorer.fits(workload, replace(held, activations=0.0, optimizer=0.0)):
+    if plan.recompute != "full" or not scorer.fits(workload, held, more=-held.activations - held.optimizer):
         return found
 
     def smallest(plans: Sequence[Plan]) -> list[Sized]:
@@ -270,7 +271,7 @@ def _lighter(bases: Sequence[Sized], scorer: "Scorer", shares: Sequence[float]) 
         replace(one, plan=one.plan.model_copy(update={"state": state}))
         for some, less, states in (tried if shares else ())
         for one, held in some
-        if scorer.fits(one, replace(held, **dict.fromkeys(less.split(), 0.0)))
+        if scorer.fits(one, held, more=-sum(getattr(held, name) for name in less.split()))
         for state in states
     )
     return next((found for other in plans if scorer.fits(*(found := (other, scorer.memory(other))))), None)
@@ -283,10 +284,10 @@ def _retained(workload: Workload, held: Memory, scorer: "Scorer", shares: Sequen
     if (
         not shares
         or not workload.software_profile.ours
-        or not scorer.fits(workload, replace(held, activations=0.0, optimizer=0.0))
+        or not scorer.fits(workload, held, more=-held.activations - held.optimizer)
     ):
         return []
-    alone = scorer.fits(workload, replace(held, activations=0.0))
+    alone = scorer.fits(workload, held, more=-held.activations)
     plans = retained(workload.plan, len(workload.model.blocks), shares if alone else shares[-1:])
     sized = [(other, scorer.memory(other)) for other in (replace(workload, plan=plan) for plan in plans)]
     if fitting := [one for one in sized if scorer.fits(*one)]:
@@ -400,15 +401,17 @@ class Scorer:
             return prefill_memory(workload, self.parts(workload), self.figures)
         return memory(workload, self.parts(workload), self.figures.overheads[workload.software_profile.overheads])
 
-    def held(self, workload: Workload) -> Memory:
-        """Return memory by `cost.predicted.held`, which is slower but nearer to the trainer; for other software, by `memory`."""
+    def held(self, workload: Workload, *, briefly: bool = False) -> Memory:
+        """Return memory by `cost.predicted.held`, which is slower but nearer to the trainer; for other software, by `memory`. `briefly`: of
+        a plan that does not fit, any rank that does not."""
         if self.forward_only or not workload.software_profile.ours or workload.plan.state.away:
             return self.memory(workload)
-        return predicted.held(workload, self.figures)
+        some = partial(self.fits, workload) if briefly else lambda memory: True
+        return predicted.held(workload, self.figures, fits=some)
 
-    def fits(self, workload: Workload, held: Memory) -> bool:
+    def fits(self, workload: Workload, held: Memory, *, more: float = 0.0) -> bool:
         """See `cost.memory.fits`."""
-        return fits(workload, held, self.figures.overheads[workload.software_profile.overheads])
+        return fits(workload, held, self.figures.overheads[workload.software_profile.overheads], more=more)
 
     def estimate(self, workload: Workload, held: Memory | None = None) -> Estimate:
         """See `cost.estimate.estimate`. `held`: the memory, if it is already known."""
@@ -433,7 +436,8 @@ class Scorer:
         return self.factor * (time.step - time.bubble - time.other)
 
     def _part_times(self, workload: Workload, traced: Parts) -> PartTimes:
-        how = workload.format, workload.plan.context_method, workload.frozen
+        sums = workload.plan.zero < 2, workload.microbatches > 1, workload.gradients
+        how = workload.format, workload.plan.context_method, workload.frozen, sums
         timed = (*self._key(workload), *how, workload.software_profile, workload.cluster.count)
         if timed not in self._times:
             self._times[timed] = part_times(traced, Setting.of(workload, self.figures))

@@ -134,6 +134,13 @@ def test_messages_of_experts_in_8_bits_are_52_percent_of_the_bytes(message: str)
 
 
 ROOT = Path(__file__).parents[2]
+ZERO_BUBBLE = ["plan.recompute=full", "train.precision=bf16", "model.layers=8"]
+"""What waits between the halves of a backward is more than what a recomputed forward left."""
+EXPERTS_APART = [
+    "model.preset=deepseek-tiny", "model.layers=8", "plan.data=2", "plan.expert=2", "plan.recompute=selective",
+    "plan.recompute_parts=['attend', 'mlp.experts', 'mlp.shared']", "train.precision=bf16",
+]  # fmt: skip
+"""The rows that come back from experts of other ranks are not kept."""
 CUT: dict[str, tuple[str, int, list[str]]] = {
     "zero 3 in bf16": ("llama3.1-8b-h100", 0, ["model.layers=2", "train.global_batch=24"]),
     "one gpu, small state": ("llama3.1-8b-one-gpu", 0, ["model.layers=2", "train.global_batch=2"]),
@@ -142,6 +149,9 @@ CUT: dict[str, tuple[str, int, list[str]]] = {
     "weights elsewhere": ("cpu-offload-weights", 1, []),
     "weights elsewhere, one shard": ("cpu-offload-weights", 0, ["plan.data=1", "model.layers=4", "train.global_batch=4"]),
     "experts": ("cpu-expert", 0, []),
+    "weight gradients put off, first rank": ("cpu-zb-h1", 0, ZERO_BUBBLE),
+    "weight gradients put off, last rank": ("cpu-zb-h1", 3, ZERO_BUBBLE),
+    "weight gradients of experts put off": ("cpu-zb-h1", 6, EXPERTS_APART),
 }
 
 

@@ -6,7 +6,7 @@ import pytest
 from megalith.cost.constants import calibration
 from megalith.cost.parts import parts
 from megalith.cost.profile import Core, Product
-from megalith.cost.time import Setting, _started, core_seconds, product_seconds, spend
+from megalith.cost.time import Setting, SpentSeconds, _started, core_seconds, product_seconds, spend
 from megalith.cost.workload import SoftwareProfile
 from megalith.spec import cluster as clusters
 from megalith.spec.plan import Plan
@@ -177,3 +177,51 @@ def test_a_head_takes_as_long_as_the_next_larger_one_that_kernels_are_compiled_f
     assert seconds(80, "tpu-v4") == pytest.approx(80 / 96 * seconds(96, "tpu-v4"))
     assert seconds(192, values=128) == pytest.approx(320 / 384 * seconds(192))
     assert seconds(192, values=128, loss="chunked") == seconds(192, loss="chunked")  # this project's trainer pads values
+
+
+def added(
+    model, plan: Plan | None = None, *, microbatches: int = 2, format: str = "bf16", **software_profile: Any
+) -> SpentSeconds:
+    """Return what adding the gradients of a microbatch to the sums takes in a block's backward."""
+    asked = {"overheads": "eager", "loss": "whole"} | software_profile
+    plan = plan or Plan()
+
+    def backward(adds: bool) -> SpentSeconds:
+        load = workload(model, plan, global_batch=microbatches * plan.data, format=format,
+                        software_profile=SoftwareProfile(**asked, adds_gradients=adds))  # fmt: skip
+        kind = "bf16" if format == "bf16" else "fp32"
+        setting = replace(Setting.of(load, FIGURES), slower=0.0)
+        return spend(parts(load).blocks[0], ("I", "W"), setting, format=kind)
+
+    return backward(True) + backward(False) * -1
+
+
+def test_gradients_are_added_to_the_sums_once_for_each_weight_and_microbatch():
+    """Of each number the gradient is read, and the sum is read and written: 2 + 4 + 4 bytes, however many tokens there are."""
+    block = parts(workload(dense(), Plan())).blocks[0]
+    figures, device = FIGURES.overheads["eager"], FIGURES.devices["hopper"]
+    assert block.tensors == 9  # q, k, v, out, gate, up, down, two norms
+    setting = Setting.of(workload(dense(), Plan()), FIGURES)
+    moved = figures.passes * 10 * block.weights / setting.bandwidth
+    expected = pytest.approx(moved + 0.5 * 9 * device.gap)
+    assert added(dense()).memory == expected
+    assert added(dense(), Plan(microbatch=2), microbatches=4).memory == expected
+    assert added(dense(), microbatches=1).memory == pytest.approx(0.6 * moved + 0.5 * 9 * device.gap), "a copy in fp32"
+    assert added(mixture()).memory > added(dense()).memory, "all experts have gradients"
+
+
+def test_gradients_in_the_format_of_their_sums_are_only_added_to_earlier_ones():
+    assert added(dense(), microbatches=1, format="fp32") == SpentSeconds()
+    assert added(dense(), microbatches=2, format="fp32").memory > 0
+
+
+def test_shards_of_gradients_are_small_and_megalith_copies_whole_ones_before_it_reduces_them():
+    assert added(dense(), Plan(data=4, zero=2)) == SpentSeconds()
+    ours, sums = added(dense(), Plan(data=4, zero=2), loss="chunked").memory, added(dense(), Plan(data=4, zero=1)).memory
+    assert 0 < ours < sums
+
+
+def test_the_host_starts_a_kernel_for_each_gradient_that_is_added():
+    assert started(dense(), ("W",), adds_gradients=True) - started(dense(), ("W",)) == 9
+    assert started(dense(), ("F", "I"), adds_gradients=True) == started(dense(), ("F", "I"))
+    assert started(dense(), adds_gradients=True, graphs="whole") == 0

@@ -7,6 +7,7 @@ import pytest
 from megalith.check import check
 from megalith.cost import released
 from megalith.cost.constants import calibration
+from megalith.cost.estimate import estimate
 from megalith.cost.host import USABLE
 from megalith.cost.parts import parts
 from megalith.cost.workload import Workload
@@ -52,6 +53,19 @@ def test_every_candidate_computes_the_same_model(model):
     ]
     assert len(flops) > 10
     assert max(flops) == pytest.approx(min(flops), rel=0.01)
+
+
+def test_a_search_predicts_a_plan_as_if_it_were_alone():
+    """What a search computes once holds for all plans that share it: the batch and ZeRO also change how gradients are added up."""
+    model, cluster, scorer = dense(), clusters.load("h100:8"), Scorer(calibration())
+    loads = [
+        Workload(model, plan, cluster, 256, batch, software_profile=assumed(plan))
+        for batch in (8, 16)
+        for plan in candidates(model, cluster, seq_len=256, global_batch=batch, space=SPACE)
+    ]
+    assert {(load.plan.zero, load.microbatches > 1) for load in loads} >= {(1, False), (1, True), (3, False), (3, True)}
+    for load in loads[::7]:
+        assert scorer.estimate(load) == estimate(load), load.plan
 
 
 @pytest.mark.parametrize("named", [one for one in NAMED if not one.forward_only], ids=lambda named: named.name)

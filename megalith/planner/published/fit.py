@@ -48,6 +48,11 @@ def observations(rows: Sequence[Row], *, most: int = 40) -> list[Observation]:
     return found
 
 
+def starts() -> Calibration:
+    """Return the figures from which a fit starts."""
+    return parse(files("megalith.cost").joinpath("starts.toml").read_text(encoding="utf-8"))
+
+
 def without(group: str, everything: Sequence[Observation], start: Calibration, sweeps: int) -> Calibration:
     """Return the calibration that is fitted to all groups except `group`."""
     return fit([one for one in everything if one.group != group], start, sweeps=sweeps)
@@ -87,7 +92,7 @@ def main() -> None:
     other = arguments.out or Path(__file__).parent
     rows = read()
     if not arguments.doubt:
-        start = parse(files("megalith.cost").joinpath("starts.toml").read_text(encoding="utf-8"))
+        start = starts()
         everything = observations(rows)
         groups = sorted({one.group for one in everything})
         _shared.update(everything=everything, start=start, sweeps=arguments.sweeps)
