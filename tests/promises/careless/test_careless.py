@@ -2,7 +2,7 @@
 ends so once it is removed.
 
 make test-full                                       an hour of it, with seeds that are printed
-MEGALITH_SEED=7 pytest tests/promises/careless       three runs of another seed
+MEGALITH_SEED=7 pytest tests/promises/careless       two runs of another seed
 MEGALITH_ACTS='agents | data:3:99 | key:1:5' ...     one run, with these acts
 """
 
@@ -23,8 +23,8 @@ from tests.runs import prepare_text
 SECONDS = 3000.0 if FULL else 0.0
 """Seconds after which no further run is begun."""
 
-RUNS = (False, True, False)
-"""True if the run has agents."""
+RUNS, ACTS = ((False, True, False), 10) if FULL else ((False, True), 4)
+"""The runs of a seed, True for a run with agents; and the acts in each."""
 
 SHRINKING = 900.0
 """Seconds spent on minimising a failure."""
@@ -67,7 +67,7 @@ def test_whatever_is_done_to_a_run_it_ends_as_it_would_or_says_why_not(
     seed = int(os.environ.get("MEGALITH_SEED") or (secrets.randbelow(1 << 20) if FULL else 1))
     while True:
         tell(f"\nwhat is done to runs is drawn from MEGALITH_SEED={seed}")
-        for agents, acts in zip(RUNS, draw(seed, RUNS, acts=10), strict=True):
+        for agents, acts in zip(RUNS, draw(seed, RUNS, acts=ACTS), strict=True):
             if broken := done(acts, agents=agents):
                 tell(f"{broken}\nlooking for up to {SHRINKING:.0f} s which of the acts suffice")
                 pytest.fail(_smallest(acts, agents, broken, done), pytrace=False)
