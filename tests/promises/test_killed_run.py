@@ -345,7 +345,11 @@ def test_a_run_folder_and_data_that_go_away_for_a_while_end_no_run(
         await_step(begun + 14, folder, process)
         own.rename(tmp_path / "elsewhere")
         os.kill(process_of(1, folder), signal.SIGKILL)
-        until(lambda: f"{own / 'manifest.json'} cannot be used (No such file or directory): waiting until it can" in said.read_text())
+        until(
+            lambda: (
+                f"{own / 'manifest.json'} cannot be used (No such file or directory): waiting until it can" in said.read_text()
+            )
+        )
         (tmp_path / "elsewhere").rename(own)
         until(lambda: "manifest.json can be used again" in said.read_text())
         begun = len(of_kind(read(folder), Recovery))
