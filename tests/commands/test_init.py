@@ -23,7 +23,7 @@ def test_a_run_for_this_machine_is_valid_and_has_twenty_keys_with_their_meaning(
     assert len(held) == len(KEYS) == 21
     spec = files.load("mine.toml").spec
     assert (spec.model.name, spec.data.path, spec.train.steps) == ("tiny", "data", 2000)
-    assert "# data-parallel ranks" in written
+    assert "# number of data-parallel ranks" in written
     assert call("check", "mine.toml").exit_code == 0
 
 
