@@ -170,7 +170,7 @@ def test_an_owner_by_a_lock_that_this_machine_cannot_see_is_left_to_a_person(
     _die(tmp_path)
     monkeypatch.setattr(owner, "flock_serves", lambda folder: False)
     monkeypatch.setattr(owner, "place", lambda: "another machine")
-    with pytest.raises(InUseError, match=r"holds a lock that this machine cannot see.*remove .*owners"), hold(tmp_path):
+    with pytest.raises(InUseError, match=r"holds a lock that this machine cannot check.*remove .*owners"), hold(tmp_path):
         pytest.fail("owned")
 
 
