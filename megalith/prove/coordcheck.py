@@ -100,7 +100,9 @@ def _widened(model: Model, dim: int) -> dict[str, Any]:
         if usual is not None:
             found[name] = max(1, round(usual * dim / model.dim))
     if dim % head_dim or model.heads * dim % model.dim:
-        raise ValueError(f"a width of {dim} does not hold a whole number of heads of size {head_dim}: use multiples of {head_dim}")
+        raise ValueError(
+            f"a width of {dim} does not hold a whole number of heads of size {head_dim}: use multiples of {head_dim}"
+        )
     kv = found.get("kv_heads")
     if kv is not None and found["heads"] % kv:
         raise ValueError(
