@@ -177,32 +177,24 @@ def every_rank(workload: Workload, parts: Parts, overheads: SoftwareOverheads) -
 
 
 def _ranks(workload: Workload, parts: Parts, overheads: SoftwareOverheads, shared: Shares, ranks: Iterable[int]) -> list[Memory]:
-    alike = _Alike(
-        non_torch(workload),
-        _graphed(workload),
-        rounding_bytes(workload, parts),
-        update.opened_bytes(workload),
-        _per_parameter(workload),
-    )
-    return [_rank(workload, parts, overheads, shared, rank, alike) for rank in ranks]
+    outside, graphed, rounding = non_torch(workload), _graphed(workload), rounding_bytes(workload, parts)
+    return [_rank(workload, parts, overheads, shared, rank, outside, graphed, rounding) for rank in ranks]
 
 
-class _Alike(NamedTuple):
-    """Figures that are the same for all ranks of a workload."""
-
-    outside: float
-    graphed: frozenset[int]
-    rounding: float
-    opened: float
-    each: "_PerParameter"
-
-
-def _rank(workload: Workload, parts: Parts, overheads: SoftwareOverheads, shared: Shares, rank: int, alike: _Alike) -> Memory:
-    outside, graphed, rounding, opened, each = alike
+def _rank(
+    workload: Workload,
+    parts: Parts,
+    overheads: SoftwareOverheads,
+    shared: Shares,
+    rank: int,
+    outside: float,
+    graphed: frozenset[int],
+    rounding: float,
+) -> Memory:
     here, flying = shared.held[rank], shared.flying[rank]
     own, held = _own(parts, here), numbers(workload, parts, here)
     shards, expert_shards = workload.shards
-    state = _state(each, held.dense, shards), _state(each, held.expert, expert_shards)
+    state = _state(workload, held.dense, shards), _state(workload, held.expert, expert_shards)
     whole = whole_bytes(workload, parts, here)
     # the head's backward follows its forward: its logits are gone before any block's backward
     logits = parts.head.saved + parts.head.working if here.head else 0.0
@@ -214,7 +206,7 @@ def _rank(workload: Workload, parts: Parts, overheads: SoftwareOverheads, shared
     saved = sum(map(mul, flying, own.saved)) - waiting + _recorded(parts, here, flying, graphed)
     saved += _outputs(workload, parts, here, flying)
     others = workload.software_profile.update_bytes * updated(workload, held)
-    temporary = max(update.home_bytes(workload, here), opened, others)
+    temporary = max(update.home_bytes(workload, here), update.opened_bytes(workload), others)
     updating = temporary - saved  # activations are gone by then
     rest, away = update.rest_bytes(workload, parts, here), workload.plan.state.away
     on_disk = workload.plan.state.optimizer == "disk"
@@ -418,42 +410,22 @@ def whole_bytes(workload: Workload, parts: Parts, here: RankParts) -> float:
     return workload.width * largest * gathered * (2 if workload.software_profile.gathers == "block" else 1 / 3)
 
 
-class _PerParameter(NamedTuple):
-    """Bytes of a parameter's state: `kept` of its weights, `again` of the shards that ranks keep beside whole weights, `sums` of gradients,
-    `state` of the optimizer, `outer` and `outer_on_host` for merges with other sites."""
-
-    workload: Workload
-    zero: int
-    kept: float
-    again: float
-    sums: float
-    state: float
-    outer: float
-    outer_on_host: float
-
-
-def _per_parameter(workload: Workload) -> _PerParameter:
-    zero, software_profile = workload.plan.zero, workload.software_profile
-    apart = zero in (1, 2) and (workload.halved or workload.width < software_profile.master_bytes)
-    outer, on_host = (bytes_each(workload.merged(place)) if workload.outer else 0.0 for place in ("device", "host"))
-    kept, again = workload.width * workload.lasting, workload.width if apart else 0.0
-    return _PerParameter(workload, zero, kept, again, workload.gradient_bytes, workload.state_bytes, outer, on_host)
-
-
-def _state(each: _PerParameter, numbers: float, shards: int) -> tuple[float, float, float, float, float]:
+def _state(workload: Workload, numbers: float, shards: int) -> tuple[float, float, float, float, float]:
     """Bytes of weights, gradients, optimizer, host memory and host disk for this number of parameters, as in ZeRO
     (Rajbhandari et al. 2019)."""
-    workload, zero, state = each.workload, each.zero, each.workload.plan.state
-    weights = each.kept * numbers / (shards if zero == 3 else 1)
+    zero, software_profile, state = workload.plan.zero, workload.software_profile, workload.plan.state
+    weights = workload.width * workload.lasting * numbers / (shards if zero == 3 else 1)
     if workload.frozen:
         return weights, 0.0, 0.0, 0.0, 0.0
-    gradients = each.sums * numbers / (shards if zero >= 2 else 1)
+    gradients = workload.gradient_bytes * numbers / (shards if zero >= 2 else 1)
     own = numbers / (shards if zero >= 1 else 1)
     away = own * state.away
-    if shards > 1 and each.again:  # what is gathered, where whole master weights are not at hand
-        weights += each.again * (own if workload.halved else away)
-    near = each.state * (own - away) + each.outer * own
-    merged = each.outer_on_host * own
+    if zero in (1, 2) and shards > 1 and (workload.halved or workload.width < software_profile.master_bytes):
+        weights += workload.width * (
+            own if workload.halved else away
+        )  # what is gathered, where whole master weights are not at hand
+    near = workload.state_bytes * (own - away) + bytes_each(workload.merged("device")) * own
+    merged = bytes_each(workload.merged("host")) * own
     if state.optimizer == "disk":
-        return weights, gradients, near, merged, DISK_SLOTS * each.state * away
-    return weights, gradients, near, merged + (host.held(workload, away) if away else 0.0), 0.0
+        return weights, gradients, near, merged, DISK_SLOTS * workload.state_bytes * away
+    return weights, gradients, near, merged + host.held(workload, away), 0.0

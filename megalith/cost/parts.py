@@ -185,7 +185,7 @@ def _keys(workload: Workload) -> tuple[Key, Key, list[Key], Key | None, list[Key
 
 
 class _Kind(NamedTuple):
-    """What decides on the trace of a block, beside the layout of the workload."""
+    """The values that decide on the trace of a block, beside the layout of the workload."""
 
     block: BlockSpec
     full: bool

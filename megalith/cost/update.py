@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 WIDTH = 2
 """Bytes of a number of a matrix in messages and in the iteration: bf16, the default."""
-SUMS = bytes_each([GRADIENT])
-"""Bytes of a gradient, unless a run says otherwise."""
 WIDE_BYTES = 4
 """Bytes of a number in fp32."""
 ROUNDING = {"fp8": 33, "bf16": 15, "int16": 12, "int8": 23}
@@ -124,7 +122,7 @@ def home_bytes(workload: Workload, here: "RankParts") -> float:
 def opened_bytes(workload: Workload) -> float:
     """Return the largest temporary bytes of an update on the device that expands a piece of a parameter's state from few bits
     to fp32, and rounds it again."""
-    wide = workload.moments.number == "fp32" and not workload.halved and workload.gradient_bytes == SUMS
+    wide = workload.moments.number == "fp32" and not workload.halved and workload.gradient_bytes == bytes_each([GRADIENT])
     if wide or workload.frozen or not workload.software_profile.ours or workload.plan.state.away == 1:
         return 0.0
     plan, mesh = workload.plan, Mesh.of(workload.plan)

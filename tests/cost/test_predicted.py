@@ -135,7 +135,7 @@ def test_messages_of_experts_in_8_bits_are_52_percent_of_the_bytes(message: str)
 
 ROOT = Path(__file__).parents[2]
 ZERO_BUBBLE = ["plan.recompute=full", "train.precision=bf16", "model.layers=8"]
-"""What waits between the halves of a backward is more than what a recomputed forward left."""
+"""Between the halves of a backward more waits than a recomputed forward left."""
 EXPERTS_APART = [
     "model.preset=deepseek-tiny", "model.layers=8", "plan.data=2", "plan.expert=2", "plan.recompute=selective",
     "plan.recompute_parts=['attend', 'mlp.experts', 'mlp.shared']", "train.precision=bf16",

@@ -56,7 +56,7 @@ def test_every_candidate_computes_the_same_model(model):
 
 
 def test_a_search_predicts_a_plan_as_if_it_were_alone():
-    """What a search computes once holds for all plans that share it: the batch and ZeRO also change how gradients are added up."""
+    """A search computes a figure once for all plans that share it. The batch and ZeRO also change how gradients are added up."""
     model, cluster, scorer = dense(), clusters.load("h100:8"), Scorer(calibration())
     loads = [
         Workload(model, plan, cluster, 256, batch, software_profile=assumed(plan))
