@@ -94,16 +94,16 @@ def _swap_mixers(module: nn.Module, block: BlockSpec, recorder: Recorder, layout
         mamba.core = FusedMamba(mamba.get_submodule("core"), _note_recurrence(recorder, block.mamba))  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _forget_results(moe: nn.Module, recorder: Recorder) -> None:
+def _forget_results(moe: Any, recorder: Recorder) -> None:
     """Do not keep the experts' results that came back: where the experts are, they are computed again for the routing weights."""
-    once: Any = moe.unpermute
+    once = moe.unpermute
 
     def unpermute(rows: Tensor, weights: Tensor, order: Order) -> Tensor:
         out = once(rows, weights, order)
         recorder.forget(rows)
         return out
 
-    moe.unpermute = unpermute  # pyright: ignore[reportAttributeAccessIssue]
+    moe.unpermute = unpermute
 
 
 def _activation(layout: Layout, dim: int) -> tuple[int, int, int]:
