@@ -73,7 +73,7 @@ def test_a_killed_rank_is_named_with_its_signal_and_place(job, number):
     assert outcome.first_cause is not None
     assert outcome.first_cause.rank == 1
     assert f"killed by {number.name} in phase `forward`" in outcome.first_cause.reason
-    assert ("out-of-memory killer" in outcome.first_cause.reason) == (number == signal.SIGKILL)
+    assert ("out of memory" in outcome.first_cause.reason) == (number == signal.SIGKILL)
     assert ("in kill_yourself" in outcome.first_cause.traceback) == (number == signal.SIGSEGV)
 
 

@@ -197,7 +197,7 @@ def added(
 
 
 def test_gradients_are_added_to_the_sums_once_for_each_weight_and_microbatch():
-    """Of each number the gradient is read, and the sum is read and written: 2 + 4 + 4 bytes, however many tokens there are."""
+    """The gradient of each number is read, and its sum is read and written: 2 + 4 + 4 bytes, however many tokens there are."""
     block = parts(workload(dense(), Plan())).blocks[0]
     figures, device = FIGURES.overheads["eager"], FIGURES.devices["hopper"]
     assert block.tensors == 9  # q, k, v, out, gate, up, down, two norms

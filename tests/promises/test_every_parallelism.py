@@ -29,6 +29,9 @@ formats."""
 DRAWN = AXES if FULL else QUICK
 DRAWS = draw(None, 1 if FULL else 0, DRAWN)
 
+AMPLIFIED = {"ALiBi", "optimizer adafactor"}
+"""Choices of draws that are not compared: the gradient of a key's bias is 0 but for rounding, and Adafactor makes it as large as any."""
+
 REFUSED: dict[tuple[str, ...], set[str]] = {
     ("model", "expert"): {"plan.expert", "plan.expert_tensor"},  # a dense model has no experts
     ("recompute", "retain"): {"plan.retain.share", "plan.retain.parts"},  # only all of the inputs of segments, and no parts
@@ -73,7 +76,7 @@ REFERENCES: dict[Any, Recording] = {}
 
 
 @sampled(16)
-@pytest.mark.parametrize("one", DRAWS, ids=lambda one: one.name)
+@pytest.mark.parametrize("one", [one for one in DRAWS if not AMPLIFIED <= {*one.name.split("; ")}], ids=lambda one: one.name)
 def test_a_drawn_combination_trains_like_one_process(one: ParityCase) -> None:
     """A tie proves nothing, so draw again with another seed."""
     proof = prove(one, references=REFERENCES)
