@@ -76,7 +76,7 @@ REFERENCES: dict[Any, Recording] = {}
 
 
 @sampled(16)
-@pytest.mark.parametrize("one", [one for one in DRAWS if not AMPLIFIED <= {*one.name.split("; ")}], ids=lambda one: one.name)
+@pytest.mark.parametrize("one", [one for one in DRAWS if not {*one.name.split("; ")} >= AMPLIFIED], ids=lambda one: one.name)
 def test_a_drawn_combination_trains_like_one_process(one: ParityCase) -> None:
     """A tie proves nothing, so draw again with another seed."""
     proof = prove(one, references=REFERENCES)
