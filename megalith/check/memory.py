@@ -317,7 +317,7 @@ def _held(case: Case, plan: Plan, parameters: Count, places: int) -> float:
         lasting = [
             *masters_of(case.spec.optimizer),
             *slots_of(case.spec.optimizer),
-            *(slot for slot in outer_slots(case.spec.sites) if slot.place == "device"),
+            *outer_slots(case.spec.sites, on_device=True),
         ]
         if case.spec.optimizer.master in LOWER and (shards > 1 or plan.zero == 3):
             lasting.append(UPPER)

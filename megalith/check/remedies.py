@@ -44,7 +44,7 @@ def changes(spec: RunSpec) -> Iterator[list[Change]]:
         yield [NONE, Change({"optimizer.moments": "fp8"}, 7)]
     if plan.state.optimizer == "device":
         yield [NONE, *_elsewhere()]
-    if any(slot.place == "device" for slot in outer_slots(spec.sites)):
+    if outer_slots(spec.sites, on_device=True):
         yield [NONE, Change({"sites.place": "host"}, 6)]
 
 

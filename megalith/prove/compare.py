@@ -1,6 +1,6 @@
 """Recording of a run, step by step, and the distance of two runs that differ only in the order of sums."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +15,9 @@ from megalith.spec.treatment import amplifies, kinds
 from megalith.train.optimizers.rates import learning_rate
 
 USUAL = Reordered()
+CANCELLED = 1e-7
+"""The largest gradient of a tensor, relative to the model's largest, that counts as a rounding error."""
+
 AMPLIFIED_LIMIT = 1e-3
 """Limit of a loss's relative difference for optimizers that amplify rounding."""
 Gap = tuple[float, str]
@@ -101,9 +104,11 @@ def compare(expected: Recording, found: Recording, *, spec: RunSpec, limits: Reo
     grads = [
         gap for s in steps for gap in _gradient_gaps(expected.gradients[s], found.gradients[s], limits.floor, f"step {s + 1}")
     ]
-    rates = learning_rates(spec)
+    rates, cancelling = learning_rates(spec), cancelled(expected.gradients)
     weights = [
-        (float((found.weights[name] - expected.weights[name]).abs().max()) / rates, name) for name in expected.gradients[0]
+        (float((found.weights[name] - expected.weights[name]).abs().max()) / rates, name)
+        for name in expected.gradients[0]
+        if name not in cancelling
     ]
     moved = [(float((gone & clear).sum()), where) for gone, clear, where in moved_tokens(expected, found, tie=limits.tie)]
     measured = [
@@ -137,6 +142,13 @@ def router_gaps(expected: Recording, found: Recording) -> list[Gap]:
     """Return the largest |difference| of each buffer that checkpoints hold: loads and biases of routers."""
     names = sorted(name for name in expected.weights.keys() - expected.gradients[0].keys() if not name.endswith(HISTORY))
     return [(float((found.weights[name] - expected.weights[name]).abs().max()), name) for name in names]
+
+
+def cancelled(steps: Sequence[Mapping[str, Tensor]]) -> set[str]:
+    """Return the names of the tensors whose gradients cancel out in every step, so that only rounding errors remain (see
+    `_gradient_gaps`). Adafactor divides a gradient by its size, however small, so such a weight moves by rounding errors alone."""
+    most = [CANCELLED * max(float(g.abs().max()) for g in gradients.values()) for gradients in steps]
+    return {name for name in steps[0] if all(float(g[name].abs().max()) <= end for g, end in zip(steps, most, strict=True))}
 
 
 def _gradient_gaps(expected: dict[str, Tensor], found: dict[str, Tensor], floor: float, step: str) -> Iterator[Gap]:

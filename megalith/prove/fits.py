@@ -59,7 +59,7 @@ def _retain(spec: RunSpec) -> Lever | None:
 
 def _merged(spec: RunSpec) -> Lever | None:
     """Return the lever that moves what merges keep to the host's memory; None if no sites merge, or if it is there."""
-    merged = bytes_each(slot for slot in outer_slots(spec.sites) if slot.place == "device")
+    merged = bytes_each(outer_slots(spec.sites, on_device=True))
     others = bytes_each(slots_of(spec.optimizer)) * (1 - spec.plan.state.away)
     return Lever('sites.place = "host"', "optimizer", merged / (merged + others)) if merged else None
 

@@ -27,7 +27,7 @@ from megalith.fleet.secure import key
 from megalith.kernels.narrow import TrackedMaxima
 from megalith.parallel.groups import group_of
 from megalith.prove.axes import sites_of
-from megalith.prove.compare import Gap, Recording, Row, learning_rates, worst
+from megalith.prove.compare import Gap, Recording, Row, cancelled, learning_rates, worst
 from megalith.prove.one_process import SingleProcess, reference
 from megalith.prove.parity import Recorder
 from megalith.prove.site_merges import Reference
@@ -140,7 +140,7 @@ def _replayed(
                 one.step(in_precision(now, precision), first=share.first)
                 one.kept.weights = one.weights()
             found = alone[spec.train.precision][number]
-            for name in found.parameters:
+            for name in found.parameters.keys() - cancelled(found.kept.gradients):
                 apart = site.before[step][name] - found.kept.weights[name]
                 gap = float(apart.square().mean().sqrt() if rounds else apart.abs().max()) / rates
                 moved.append((gap, f"{name}, step {step + 1}, site {number}"))

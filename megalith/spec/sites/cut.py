@@ -121,11 +121,11 @@ def wire_bytes(fragment: Fragment) -> int:
     return message + FRAME_BYTES * -(-message // FRAME_PAYLOAD)
 
 
-def outer_slots(sites: SitesSpec | None) -> tuple[Slot, ...]:
-    """Return the slots of the tensors that merges keep for each weight, sharded like the weights: the anchor (the weights of the
+def outer_slots(sites: SitesSpec | None, *, on_device: bool = False) -> tuple[Slot, ...]:
+    """Return the slots of the tensors that merges keep for each weight (`on_device`: in device memory), sharded like the weights: the anchor (the weights of the
     last merge), the velocity (with outer momentum), and the unsent rest (with error feedback). Vectors and router biases have
     fewer of these tensors, but are counted like other weights."""
-    if sites is None or sites.exchanges_gradients:
+    if sites is None or sites.exchanges_gradients or (on_device and sites.place != "device"):
         return ()
     names = {"anchor": True, "velocity": sites.momentum > 0, "feedback": sites.feeds_back}
     return tuple(Slot(name, place=sites.place) for name, kept in names.items() if kept)
