@@ -25,6 +25,7 @@ from torch import Tensor
 
 from benchmarks import cases
 from megalith.kernels import moments
+from megalith.kernels.elements import decode_exponent, encode_exponent, power
 from megalith.prove.worlds import run_ranks
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import assemble, mesh_groups
@@ -120,15 +121,15 @@ def in_integers(rank: int, spec: RunSpec, device: torch.device) -> float:
     def pack(numbers: Tensor, into: Tensor, block: int, drawn: Tensor, *, root: bool) -> None:
         for columns, where in moments._spans(numbers.shape[-1], block):
             blocks, target = moments._cut(numbers[:, columns], block), moments._cut(into[:, where], block + 1)
-            k = torch.log2(blocks.abs().amax(-1).clamp(min=2.0**-126) / 127).ceil().clamp(-127, 127)
-            target[..., :-1].copy_((blocks * torch.exp2(-k)[..., None]).round().to(torch.int8).view(torch.uint8))
-            target[..., -1].copy_(k + 127)
+            k = torch.log2(blocks.abs().amax(-1).clamp(min=2.0**-120) / 127).ceil().int()
+            target[..., :-1].copy_((blocks * power(-k)[..., None]).round().to(torch.int8).view(torch.uint8))
+            target[..., -1].copy_(encode_exponent(k))
 
     def unpack(packed: Tensor, block: int, columns: int, *, root: bool) -> Tensor:
         found = torch.empty(packed.shape[0], columns, device=packed.device)
         for here, where in moments._spans(columns, block):
             pieces = moments._cut(packed[:, where], block + 1)
-            numbers = pieces[..., :-1].contiguous().view(torch.int8) * torch.exp2(pieces[..., -1].float() - 127)[..., None]
+            numbers = pieces[..., :-1].contiguous().view(torch.int8) * decode_exponent(pieces[..., -1])[..., None]
             moments._cut(found[:, here], block).copy_(numbers)
         return found
 

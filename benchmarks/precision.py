@@ -42,6 +42,8 @@ from megalith.train.stream import open_stream
 
 LR = 1e-3
 CHANNEL, OUTLIER = 5, 64.0
+BAD = "bad maxima"
+"""A case with a planted fault: see `fault_of`."""
 NEAREST = {"rounding": "nearest", "hadamard": False}
 CASES: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16"},
@@ -57,14 +59,13 @@ CASES: dict[str, dict[str, Any]] = {
     "nvfp4, nearest": {"precision": "nvfp4", "choices": NEAREST},
     "mxfp4": {"precision": "mxfp4"},
     "mxfp4, nearest": {"precision": "mxfp4", "choices": NEAREST},
-    "bad maxima": {"precision": "fp8", "choices": {"granularity": "tensor", "history": 16}},
+    BAD: {"precision": "fp8", "choices": {"granularity": "tensor", "history": 16}},
 }
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"layers": 4, "dim": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 384, "vocab": 512, "context": 64},
     "experts": presets()["deepseek-tiny"].values | {"vocab": 512},
 }
 """Models of four blocks of width 128, of which the middle two multiply in few bits: a Llama, and a DeepSeek with eight experts."""
-BAD = "bad maxima"
 GRADIENTS = "gradients"
 """Name of the case that holds the errors of all recipes' gradients."""
 

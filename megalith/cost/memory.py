@@ -1,7 +1,7 @@
 """Bytes that a rank holds at the peak of a step, by purpose. No torch."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from operator import mul
@@ -95,21 +95,24 @@ class RankParts:
 
 @dataclass(frozen=True)
 class Shares:
-    """Division of the model by a schedule: `held`, the parts of each pipeline rank; `flying`, for each of its chunks the
-    largest number of microbatches in flight."""
+    """Division of the model by a schedule: `held`, the parts of each pipeline rank; for each of its chunks, `flying`, the number of
+    microbatches in flight when most are, and `waiting`, the number between the two halves of their backward when most are."""
 
     held: tuple[RankParts, ...]
     flying: PerChunk
+    waiting: PerChunk
 
     @cached_property
     def worst_ranks(self) -> tuple[int, ...]:
         """A set of ranks that includes the rank with the peak memory: every rank outside the set has the same parts as a rank in the
-        set, and no more microbatches of any kind of chunk in flight."""
-        found: dict[RankParts, dict[int, Counter[Chunk]]] = {}
-        for rank, (here, flying) in enumerate(zip(self.held, self.flying, strict=True)):
-            most = Counter[Chunk]()
-            for chunk, times in zip(here.chunks, flying, strict=True):
-                most[chunk] += times
+        set, and no more microbatches of any kind of chunk in flight, or between the halves of their backward: with recomputation
+        those hold more."""
+        found: dict[RankParts, dict[int, Counter[tuple[Chunk, bool]]]] = {}
+        for rank, (here, flying, waiting) in enumerate(zip(self.held, self.flying, self.waiting, strict=True)):
+            most = Counter[tuple[Chunk, bool]]()
+            for chunk, times, halves in zip(here.chunks, flying, waiting, strict=True):
+                most[chunk, False] += times
+                most[chunk, True] += halves
             others = found.setdefault(replace(here, chunks=tuple(sorted(here.chunks))), {})
             if not any(most <= other for other in others.values()):
                 others[rank] = most
@@ -120,35 +123,40 @@ def shares(workload: Workload, parts: Parts) -> Shares:
     """Return each pipeline rank's share of the model by the schedule's placement of stages. Bidirectional schedules place
     each stage twice."""
     plan = workload.plan
-    stages, flying = _program(plan.schedule, plan.pipeline, workload.representative_microbatches, plan.chunks)
-    return _shares(stages, flying, plan.bounds(len(parts.blocks)), parts.kinds)
+    stages, flying, waiting = _program(plan.schedule, plan.pipeline, workload.representative_microbatches, plan.chunks)
+    return _shares(stages, flying, waiting, plan.bounds(len(parts.blocks)), parts.kinds)
 
 
 @cache
-def _shares(stages: PerChunk, flying: PerChunk, bounds: tuple[tuple[int, int], ...], kinds: tuple[int, ...]) -> Shares:
+def _shares(
+    stages: PerChunk, flying: PerChunk, waiting: PerChunk, bounds: tuple[tuple[int, int], ...], kinds: tuple[int, ...]
+) -> Shares:
     parts = ("embedding", *kinds, "head")
     held: list[RankParts] = []
     for own in stages:
         mine = [Counter(parts[slice(*bounds[stage])]) for stage in own]
         chunks = tuple(tuple((kind, times) for kind, times in chunk.items() if isinstance(kind, int)) for chunk in mine)
         held.append(RankParts(chunks, any("embedding" in chunk for chunk in mine), any("head" in chunk for chunk in mine)))
-    return Shares(tuple(held), flying)
+    return Shares(tuple(held), flying, waiting)
 
 
 @kept("schedule/*.py", "cost/memory.py", when=lambda name, *_: name in SCHEDULES)
-def _program(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[PerChunk, PerChunk]:
-    """Return the stages of each rank, and the largest number of microbatches in flight for each stage."""
+def _program(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[PerChunk, PerChunk, PerChunk]:
+    """Return the stages of each rank, and `Shares.flying` and `Shares.waiting` of each stage."""
     schedule = schedules.build(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
     stages = tuple(schedule.stages_of(rank) for rank in range(ranks))
-    return stages, tuple(map(_worst_ranks, schedule.rows, stages))
+    flying = tuple(_most(row, own, {"F": 1, "I": 0, "W": -1, "B": -1}) for row, own in zip(schedule.rows, stages, strict=True))
+    waiting = tuple(_most(row, own, {"F": 0, "I": 1, "W": -1, "B": 0}) for row, own in zip(schedule.rows, stages, strict=True))
+    return stages, flying, waiting
 
 
-def _worst_ranks(row: Row, stages: Sequence[int]) -> tuple[int, ...]:
+def _most(row: Row, stages: Sequence[int], changes: Mapping[str, int]) -> tuple[int, ...]:
+    """Return how many microbatches each stage of a rank has when the rank has the most, by the change that a kind of action makes."""
     held, most, now, top = Counter[int](), Counter[int](), 0, 0
     for slot in row:
         # in an overlap both are there before either is freed
         for action in sorted(parts_of(slot), key=lambda one: one.kind != "F"):
-            change = {"F": 1, "I": 0}.get(action.kind, -1)
+            change = changes[action.kind]
             held[action.stage] += change
             now += change
             if now > top:

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from megalith.cost.gathered import packed_bytes
-from megalith.cost.predicted import Comparison, predict, workload_of
+from megalith.cost.predicted import Comparison, held, predict, workload_of
 from megalith.planner.compared import compare
 from megalith.prove.meter import CATEGORIES
+from megalith.schedule import SCHEDULES
 from megalith.spec import files
 from megalith.spec.run import RunSpec
 from tests.full import sampled
@@ -163,6 +164,18 @@ def test_the_memory_of_a_recipe_is_predicted_within_5_percent(run: tuple[str, in
     spec = files.load(ROOT / "recipes" / f"{name}.toml", overrides=settings).spec
     lines = {line.name: line for line in compare(predict(workload_of(spec), rank=rank), dry(spec, rank))}
     assert lines["memory.all"].gap == pytest.approx(0, abs=0.05), [lines[f"memory.{one}"] for one in CATEGORIES]
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("name", [name for name, kind in SCHEDULES.items() if not kind.needs_post_validation])
+def test_the_worst_rank_is_found(name: str, recompute: str) -> None:
+    """With recomputation, the ranks that defer the most weight gradients may hold the most, not those with the most in flight."""
+    plan = {"pipeline": 8, "schedule": name, "chunks": SCHEDULES[name].chunks.usual, "recompute": recompute}
+    spec = brief_run(plan=plan, train={"global_batch": 32}, model={"layers": 16})
+    most = held(load := workload_of(spec))
+    ranks = [sum(predict(load, rank=rank).memory.values()) for rank in range(8)]
+    assert ranks[most.rank] == pytest.approx(max(ranks), rel=0.01), (most.rank, ranks)
+    assert most.total - most.non_torch == pytest.approx(max(ranks), rel=0.05), ranks
 
 
 @pytest.mark.parametrize("method", ["ring", "gather"])
