@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalith.fleet.secure import key
-from megalith.kernels.narrow import TrackedMaxima
+from megalith.kernels.narrow import FACTORS, OUTPUTS, TOKENS, TrackedMaxima
 from megalith.parallel.groups import group_of
 from megalith.prove.axes import sites_of
 from megalith.prove.compare import Gap, Recording, Row, cancelled, learning_rates, worst
@@ -77,7 +77,7 @@ def prove_sites(spec: RunSpec, *, timeout: float) -> Verdict:
 def _together(spec: RunSpec, sites: list[SiteRecording]) -> Verdict:
     first, maxima = sites[0].run, dict[str, TrackedMaxima]()
     for name, one in ((name, one) for site in sites for name, one in site.run.maxima.items()):
-        maxima[name] = one.joined(maxima.get(name))
+        maxima[name] = _of_all(name, one, len(sites)).joined(maxima.get(name))
     losses = [sum(each) / len(sites) for each in zip(*(site.run.losses for site in sites), strict=True)]
     alone = partial(reference, device=CPU, parts=len(sites))
     verdict = judge(replace(first, losses=losses, maxima=maxima), spec=within(spec, spec.train.global_batch), alone=alone)
@@ -88,6 +88,14 @@ def _together(spec: RunSpec, sites: list[SiteRecording]) -> Verdict:
         for name, tensor in ours.items()
     ]
     return replace(verdict, rows=(*verdict.rows, Row("weights of sites, numbers with other bits", *worst(other_bits, 0.0))))
+
+
+def _of_all(name: str, one: TrackedMaxima, sites: int) -> TrackedMaxima:
+    """Return a site's maxima in the scale of one process: a site divides its loss by its own samples, so its gradients are as many times
+    as large as there are sites."""
+    if f"{TOKENS} x {OUTPUTS}" not in name and FACTORS[TOKENS, OUTPUTS] not in name:
+        return one
+    return one._replace(least=one.least / sites, total=one.total / sites)
 
 
 def _apart(spec: RunSpec, here: list[RunSpec], sites: list[SiteRecording]) -> Verdict:
