@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests import warm
 from tests.full import FULL
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a forked rank hangs in OpenMP if its parent ever used more than one thread
@@ -27,6 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     given: int | None = getattr(config, "workerinput", {}).get("seed", config.option.seed)
     config.option.seed = random.SystemRandom().randrange(1 << 20) if given is None else given
+    warm.install()
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
