@@ -254,16 +254,14 @@ def test_a_site_that_stands_ends_once_the_others_are_far_ahead(merges: int) -> N
 def test_a_verdict_that_later_ones_have_overtaken_is_not_waited_for() -> None:
     """The connection was broken for longer than the decider keeps its verdicts."""
     hub = Hub()
-    councils = _all(hub, patience=5.0)
+    councils = _all(hub, patience=60.0)
     line = councils[1].line
     councils[1].post(_difference(4))
     councils[1]._note(0, Verdict(1, 0, 8, 8, (0, 2), left=(1,), count=3, line=line))
     with _waiting([councils[0], councils[2]]):
-        began = time.monotonic()
-        assert councils[1].decide(0, 0, 4, 4, members=MEMBERS, seconds=0.05) is None and councils[1].line == line
+        assert councils[1].decide(0, 0, 4, 4, members=MEMBERS, seconds=0.0) is None and councils[1].line == line
         with pytest.raises(PeerGone, match="later merges than the one that is due"):
-            _merges(councils[1], 3.0)
-    assert time.monotonic() - began < 2.5
+            _merges(councils[1], 30.0)  # less than its patience
 
 
 def test_a_site_that_is_lost_before_it_calls_is_not_waited_for() -> None:
