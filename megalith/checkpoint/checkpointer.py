@@ -1,6 +1,7 @@
 """A run's checkpoints: saves in parallel with training, keeps the last few, and loads the newest intact one."""
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -23,6 +24,8 @@ from megalith.checkpoint.staging import Staging
 from megalith.checkpoint.storage import FolderWriter, SharesToWrite, WrittenFile, describe_error, save_alone
 
 T = TypeVar("T")
+
+ALIVE_SECONDS = 0.2  # between two signs of life of a rank that waits for a save
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,8 @@ class Checkpointer:
     gloo group for its messages that no other code uses, because an asynchronous save communicates in parallel with training.
     `group=None`: a new group of all ranks if torch.distributed is initialised, else this process alone. `warn`: called on the
     first rank with warnings for the user (a damaged checkpoint, an old one that cannot be removed). `existed`: the parent of
-    `folder` has existed before. If that parent is missing now, checkpoints count as temporarily unavailable.
+    `folder` has existed before. If that parent is missing now, checkpoints count as temporarily unavailable. `alive`: called again and
+    again while a save is waited for, at most for `patience` seconds: a slow file system is no hang.
     """
 
     def __init__(
@@ -80,12 +84,14 @@ class Checkpointer:
         timeout: timedelta | None = None,
         warn: Warn = silent,
         existed: bool = False,
+        alive: Callable[[], None] = lambda: None,
+        patience: float = math.inf,
     ) -> None:
         if group is None and dist.is_initialized():
             group = dist.new_group(list(range(dist.get_world_size(dist.group.WORLD))), timeout, "gloo")  # type: ignore[assignment]
         self.folder, self.keep = folder, keep
         self._place = disk.Place(folder.parent, existed=existed)  # a save must not create it again while its file system is away
-        self._ranks, self._warn = ObjectCollectives(group), warn
+        self._ranks, self._warn, self._alive, self._patience = ObjectCollectives(group), warn, alive, patience
         self._job: _Job | None = None
         self._outcomes: list[Outcome] = []
         self._planned: tuple[HeldShare, ...] | None = None
@@ -148,7 +154,7 @@ class Checkpointer:
         """Wait for the save in progress, if any; then return as `poll` does."""
         if self._job and self._job.thread:
             began = time.monotonic()
-            self._job.thread.join()
+            self._await(self._job.thread)
             self._job.wait_seconds += time.monotonic() - began
         return self.poll()
 
@@ -268,13 +274,20 @@ class Checkpointer:
             )
         return metadata.storage_data
 
+    def _await(self, thread: threading.Thread) -> None:
+        began = time.monotonic()
+        while thread.is_alive():
+            thread.join(ALIVE_SECONDS)
+            if time.monotonic() - began < self._patience:
+                self._alive()
+
     def _join(self) -> None:
         """Wait for the save in progress, and store its outcome for `poll`."""
         job, self._job = self._job, None
         if job is None:
             return
         if job.thread:
-            job.thread.join()
+            self._await(job.thread)
         written = job.written or WrittenFile(error="the writing thread died")
         if self._ranks.is_leader:
             for warning in written.warnings:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megalith import disk
-from megalith.fleet.evidence import tail
+from megalith.fleet.evidence import last_words, tail
 from megalith.fleet.exit_codes import ORDERLY, ExitCode
 
 SECONDARY_TYPES = frozenset({"DistNetworkError", "DistStoreError", "DistBackendError", "DistQueueEmptyError", "StoreGone"})
@@ -150,7 +150,7 @@ def describe(end: Exit, *, error: RankError | None, log: Path, output: str, phas
         code = end.code if end.code > 0 else ExitCode.LOST  # it may have been killed after it wrote the error down
         secondary, hardware = is_secondary(error.type, error.message), is_device_fault(error.message)
         return Failure(end.rank, reason, error.line, tail(error.traceback), log, error.time, code, secondary, end.code, hardware)
-    evidence = tail(output)
+    evidence = last_words(output)
     hardware = is_device_fault(evidence)
     if end.code > 0:
         reason = f"exited with status {end.code} and without a Python error in phase `{phase}`"

@@ -28,6 +28,17 @@ def tail(text: str) -> str:
     return "\n".join(text.rstrip().splitlines()[-TAIL_LINES:])
 
 
+def last_words(output: str) -> str:
+    """Return the last lines of a process's output. If the process crashed, return the lines before the crash, and the innermost calls
+    of the thread that crashed: `faulthandler` lists the innermost call first, so the last lines of its report are the outermost calls."""
+    before, crash, report = output.rpartition("Fatal Python error")
+    _, thread, calls = report.partition("Current thread 0x")
+    if not thread:
+        return tail(output)
+    kept = [*before.rstrip().splitlines()[-TAIL_LINES // 3 :], crash + report.partition("\n")[0]]
+    return "\n".join([*kept, *(thread + calls).splitlines()[:TAIL_LINES]])
+
+
 def size(path: Path) -> int:
     """Size of a file in bytes; 0 if it is missing or cannot be accessed."""
     try:

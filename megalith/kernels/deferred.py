@@ -3,7 +3,8 @@ are computed later, when the rank would otherwise be idle.
 
 Zero-bubble schedules (Qi et al. 2024, arXiv:2401.10241) split a backward into I (gradient of the input) and W (of the weights). A
 Function whose weight gradient needs a matrix product passes this product to `weight_gradient`. Inside `deferring` the product is
-put into a queue, and W computes it.
+put into a queue, and W computes it. Weight gradients of a function that backward runs again are computed in I: to wait, they would
+keep the tensors that recomputation frees.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,9 +17,15 @@ from torch import Tensor
 
 @dataclass
 class Queue:
-    """The weight gradients of one backward that are not computed yet."""
+    """The weight gradients of one backward that are not computed yet. `recomputed`: those of functions that run again wait too."""
 
+    recomputed: bool = False
     waiting: list[tuple[Tensor, Callable[[], Tensor]]] = field(default_factory=list)
+
+    def unless(self, again: bool) -> "Queue | None":
+        """Return this queue for a function's weight gradients, or None if they are computed at once. `again`: the function runs again in
+        backward."""
+        return None if again and not self.recomputed else self
 
     def run_all(self) -> None:
         """Compute all gradients, in the order of the backward, and add each to its weight's `.grad`."""
@@ -29,6 +36,7 @@ class Queue:
 
 
 _queue: Queue | None = None  # of the process, not of a thread: on CUDA, torch runs backward on a thread of its own
+_again = False
 
 
 @contextmanager
@@ -42,12 +50,29 @@ def deferring(queue: Queue) -> Iterator[None]:
         _queue = before
 
 
-def weight_gradient(weight: Tensor, gradient: Callable[[], Tensor]) -> Tensor | None:
+@contextmanager
+def recomputing() -> Iterator[None]:
+    """Inside this context, graphs are built of functions that run again in backward."""
+    global _again
+    before, _again = _again, True
+    try:
+        yield
+    finally:
+        _again = before
+
+
+def is_recomputed() -> bool:
+    """True inside `recomputing`: a Function's forward asks this for its backward."""
+    return _again
+
+
+def weight_gradient(weight: Tensor, gradient: Callable[[], Tensor], *, recomputed: bool) -> Tensor | None:
     """Return the gradient of `weight` for a Function's backward, or None if it was deferred. `gradient` may be called later,
     without autograd, so it must not use anything that backward frees. The result of `gradient` is added to the `.grad` of the
-    leaf `weight`.
+    leaf `weight`. `recomputed`: the value of `is_recomputed` in the Function's forward.
     """
-    if _queue is None or not weight.is_leaf:
+    queue = None if _queue is None else _queue.unless(recomputed)
+    if queue is None or not weight.is_leaf:
         return gradient()
-    _queue.waiting.append((weight, gradient))
+    queue.waiting.append((weight, gradient))
     return None

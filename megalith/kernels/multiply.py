@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalith.kernels.deferred import weight_gradient
+from megalith.kernels.deferred import is_recomputed, weight_gradient
 from megalith.kernels.grouped import Sizes, grouped_outer_products, grouped_products
 from megalith.kernels.product import product, widened
 from megalith.kernels.quantise import Scaling
@@ -140,14 +140,17 @@ class Multiply(nn.Module):
         """gradᵀ x, the gradient of the weight: grad [rows, out], x [rows, in] -> [out, in] or [groups, out, in], without a graph."""
         return product(grad.T, x) if sizes is None else grouped_outer_products(grad, x, sizes)
 
-    def gradient_of(self, weight: Tensor, grad: Tensor, kept: Tensor | Formed, *, sizes: Sizes | None = None) -> Tensor | None:
-        """Return the gradient of `weight` from grad [rows, out] and the kept form of x [..., in]; None if it is deferred."""
+    def gradient_of(
+        self, weight: Tensor, grad: Tensor, kept: Tensor | Formed, *, sizes: Sizes | None = None, recomputed: bool
+    ) -> Tensor | None:
+        """Return the gradient of `weight` from grad [rows, out] and the kept form of x [..., in]; None if it is deferred. `recomputed`: as
+        in `weight_gradient`."""
 
         def make() -> Tensor:
             x = kept.form() if isinstance(kept, Formed) else kept
             return self.wgrad(grad, self.restored(x, weight.shape[-1], grad.dtype), sizes=sizes)
 
-        return weight_gradient(weight, make)
+        return weight_gradient(weight, make, recomputed=recomputed)
 
 
 PLAIN = Multiply()
@@ -171,7 +174,7 @@ class _Multiply(torch.autograd.Function):
         if formed is not None:
             ctx.formed = formed._replace(factors=())  # what is saved is not held besides
         ctx.weight = weight  # itself, since its `.grad` may be added to later
-        ctx.biased, ctx.sizes, ctx.multiply = bias is not None, sizes, multiply
+        ctx.biased, ctx.sizes, ctx.multiply, ctx.recomputed = bias is not None, sizes, multiply, is_recomputed()
         return out
 
     @staticmethod
@@ -182,7 +185,9 @@ class _Multiply(torch.autograd.Function):
             grad = grad.contiguous()
         rows = _rows(grad)
         of_x = multiply.dgrad(grad, weight, sizes=sizes) if ctx.needs_input_grad[0] else None
-        of_weight = multiply.gradient_of(weight, rows, kept, sizes=sizes) if ctx.needs_input_grad[1] else None
+        of_weight = None
+        if ctx.needs_input_grad[1]:
+            of_weight = multiply.gradient_of(weight, rows, kept, sizes=sizes, recomputed=ctx.recomputed)
         return of_x, of_weight, rows.sum(0) if ctx.biased else None, None, None, None
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megalith.kernels.deferred import weight_gradient
+from megalith.kernels.deferred import is_recomputed, weight_gradient
 from megalith.models.batch import Batch
 from megalith.spec.model import RouterSpec
 
@@ -302,7 +302,7 @@ class _Logits(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight = weight  # itself, since its `.grad` may be added to later
+        ctx.weight, ctx.recomputed = weight, is_recomputed()  # the weight itself, since its `.grad` may be added to later
         return F.linear(x.float(), weight.float())
 
     @staticmethod
@@ -312,7 +312,8 @@ class _Logits(torch.autograd.Function):
         of_weight = None
         if ctx.needs_input_grad[1]:
             rows = grad.flatten(0, -2)
-            of_weight = weight_gradient(weight, lambda: (rows.T @ x.flatten(0, -2).float()).to(weight.dtype))
+            made = lambda: (rows.T @ x.flatten(0, -2).float()).to(weight.dtype)  # noqa: E731
+            of_weight = weight_gradient(weight, made, recomputed=ctx.recomputed)
         return of_x, of_weight
 
 

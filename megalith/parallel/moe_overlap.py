@@ -124,7 +124,7 @@ class Replay:
     def gradients(self, grads: Sequence[Tensor | None], queue: Queue | None) -> list[Tensor | None]:
         """Return the gradients of the inputs; see `Piece.gradients`."""
         assert self._piece is not None
-        return self._piece.gradients(grads, queue)
+        return self._piece.gradients(grads, None if queue is None else queue.unless(self.recompute))
 
 
 @dataclass

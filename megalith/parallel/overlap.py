@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megalith.kernels.deferred import is_recomputed
 from megalith.kernels.multiply import Multiply
 from megalith.models.linear import Linear
 
@@ -109,7 +110,7 @@ class _Enter(torch.autograd.Function):
 
         ctx.save_for_backward(pieces.gathered(x, multiply))
         ctx.weights, ctx.biased = weights, [bias is not None for bias in biases]
-        ctx.recipes, ctx.pieces = recipes, pieces
+        ctx.recipes, ctx.pieces, ctx.recomputed = recipes, pieces, is_recomputed()
         return outs
 
     @staticmethod
@@ -129,7 +130,7 @@ class _Enter(torch.autograd.Function):
             wanted = ctx.needs_input_grad[3::2]
             for recipe, grad, weight, biased, wants in zip(recipes, grads, weights, ctx.biased, wanted, strict=True):
                 rows = grad.flatten(0, -2)
-                found.append(recipe.gradient_of(weight, rows, whole) if wants else None)
+                found.append(recipe.gradient_of(weight, rows, whole, recomputed=ctx.recomputed) if wants else None)
                 found.append(rows.sum(0) if biased else None)
 
         if not ctx.needs_input_grad[0]:
@@ -145,7 +146,7 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, pieces: Pieces, recipe: Multiply) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.pieces, ctx.recipe = weight, pieces, recipe
+        ctx.weight, ctx.pieces, ctx.recipe, ctx.recomputed = weight, pieces, recipe, is_recomputed()
         return pieces.added_up(x.shape[1] // pieces.shares, lambda where: recipe.fprop(pieces.of(x)[:, :, where], weight))
 
     @staticmethod
@@ -157,7 +158,9 @@ class _Leave(torch.autograd.Function):
             pieces.of(of_x)[:, :, where] = recipe.dgrad(piece, weight)
 
         whole = pieces.gathered(grad, multiply)
-        of_weight = recipe.gradient_of(weight, whole.flatten(0, -2), x) if ctx.needs_input_grad[1] else None
+        of_weight = None
+        if ctx.needs_input_grad[1]:
+            of_weight = recipe.gradient_of(weight, whole.flatten(0, -2), x, recomputed=ctx.recomputed)
         return of_x, of_weight, None, None
 
 

@@ -149,6 +149,8 @@ class ForwardState(NamedTuple):
 
     left: Graph | Segment
     shelf: Shelf = STAYS
+    recomputed: bool = False
+    """True if the graph was built in backward, when a segment ran again."""
 
 
 @dataclass
@@ -290,17 +292,18 @@ class Runner:
         shelf = next((each.shelf for each in reversed(kept) if each.shelf.moves), STAYS)
         shelf.fetch()
 
-    def _next_graph(self, kept: list[ForwardState]) -> Steps[Graph]:
-        """Remove the last part from `kept` and return its graph. Begin to move the saved tensors of this part, and of the part before it,
-        back to the device. If the last entry is a segment, the segment's parts run again first."""
+    def _next_graph(self, kept: list[ForwardState]) -> Steps[tuple[Graph, bool]]:
+        """Remove the last part from `kept`; return its graph, and True if the graph belongs to a segment that ran again. Begin to move the
+        saved tensors of this part, and of the part before it, back to the device. If the last entry is a segment, the segment's parts run
+        again first."""
         last = kept.pop()
         last.shelf.fetch()
         self.fetch(kept)
         if isinstance(last.left, Segment):
-            kept += map(ForwardState, (yield from self._rerun(last.left)))
+            kept += [ForwardState(graph, recomputed=True) for graph in (yield from self._rerun(last.left))]
             last = kept.pop()
         assert not isinstance(last.left, Segment)
-        return last.left
+        return last.left, last.recomputed
 
     def _before(self, number: int, kept: list[ForwardState]) -> int:
         return kept[-1].left.parts.start if kept and isinstance(kept[-1].left, Segment) else number - 1
@@ -309,7 +312,7 @@ class Runner:
         """Run the backward of all parts in `kept`, which is emptied; return the gradient of the stage's input (None for token ids).
         `reduce`: also reduce the weights' gradients, because this is their last term."""
         for number in reversed(range(len(self.parts))):
-            graph = yield from self._next_graph(kept)
+            graph, _ = yield from self._next_graph(kept)
             then = self._before(number, kept)
             self._enter(number, then)
             grad = yield from graph.backward(grad, None)
@@ -322,14 +325,16 @@ class Runner:
         emptied."""
         rests: list[Rest] = []
         for number in reversed(range(len(self.parts))):
-            graph, rest = (yield from self._next_graph(kept)), Rest(Queue())
+            graph, recomputed = yield from self._next_graph(kept)
+            # With ZeRO 2 and 3 a gradient that is computed now would be held until this microbatch's second half.
+            rest = Rest(Queue(recomputed=self.zero >= 2))
             rests.append(rest)
             if not graph.differentiable:
                 rest.late = (graph, grad)
                 return None, rests
             then = self._before(number, kept)
             self._enter(number, then)
-            grad = yield from graph.backward(grad, rest.queue)
+            grad = yield from graph.backward(grad, rest.queue.unless(recomputed))
             self._leave(number, then)
             rest.early = self._set_aside(number)
         return grad, rests

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megalith.kernels.deferred import recomputing
 from megalith.kernels.kept import Packed
 from megalith.kernels.multiply import Multiply
 from megalith.models.batch import Batch
@@ -39,7 +40,8 @@ class Checkpointed:
 
     def __call__(self, *args: Any) -> Any:
         # RNG state is not kept: nothing in a forward draws random numbers
-        return checkpoint(self.unwrapped, *args, use_reentrant=False, preserve_rng_state=False)
+        with recomputing():
+            return checkpoint(self.unwrapped, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 class LatentsKept:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from megalith.kernels.deferred import recomputing
+
 Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
 
@@ -52,7 +54,7 @@ def _again(node: Any) -> _Again:
         inputs = tuple(
             x.detach().requires_grad_(needed) for x, needed in zip(node.saved_tensors, node.needs_input_grad[1:], strict=True)
         )
-        with torch.enable_grad():
+        with torch.enable_grad(), recomputing():
             node.again = _Again(inputs, node.make(*inputs))
     return node.again
 

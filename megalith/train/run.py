@@ -263,7 +263,10 @@ def prepare(
         copy_tokenizer(Path(spec.data.path), folder, warn=warn)
     groups = mesh_groups(spec, device, world)
     savers = another(world, timeout=timedelta(seconds=spec.launch.timeout))
-    checkpointer = Checkpointer(folder / epochs.name(FOLDER, epoch), keep=kept(spec), group=savers, warn=warn, existed=True)
+    checkpointer = Checkpointer(
+        folder / epochs.name(FOLDER, epoch), keep=kept(spec), group=savers, warn=warn, existed=True,
+        alive=heartbeat.again, patience=spec.fleet.wait_limit,
+    )  # fmt: skip
     with refusing(own.OwnPartError):
         trainer = assemble(spec, groups=groups, device=device, folder=folder, callbacks=Callbacks(spec.train.callbacks))
     sites = build(trainer, folder, beat=heartbeat.again, asked=lambda: bool(stop)) if spec.sites else None

@@ -114,6 +114,31 @@ def test_two_saves_never_overlap_and_the_wait_is_counted(tmp_path, monkeypatch):
     assert second.wait_seconds >= 0.2
 
 
+@pytest.mark.parametrize(("patience", "signs"), [(PATIENCE, True), (0.0, False)])
+def test_a_rank_that_waits_for_a_slow_disk_shows_that_it_is_alive(tmp_path, monkeypatch, patience, signs):
+    """A supervisor that hears nothing takes the rank to hang. Once its patience is over, the rank gives no more signs."""
+    go, seen = threading.Event(), list[float]()
+
+    def waits(path, content):
+        assert go.wait(PATIENCE)
+        return _write(path, content)
+
+    def alive():
+        seen.append(time.monotonic())
+        if len(seen) == 3:
+            go.set()
+
+    monkeypatch.setattr(tensors, "write", waits)
+    monkeypatch.setattr(checkpointer_module, "ALIVE_SECONDS", 0.01)
+    checkpointer = Checkpointer(tmp_path, alive=alive, patience=patience)
+    checkpointer.save(1, values(), {})
+    if not signs:
+        threading.Timer(0.1, go.set).start()
+    checkpointer.save(2, values(), {})
+    assert [type(outcome) for outcome in checkpointer.wait()] == [SaveResult, SaveResult]
+    assert bool(seen) == signs
+
+
 def test_the_caller_does_not_wait_for_the_disk(tmp_path, monkeypatch):
     gate = threading.Event()
     monkeypatch.setattr(tensors, "write", lambda *args: gate.wait(PATIENCE) and _write(*args))

@@ -35,6 +35,22 @@ def test_a_deep_stack_keeps_its_innermost_calls():
     assert kept[1] == "  call 0"
 
 
+def test_a_crash_shows_the_innermost_calls_of_the_thread_that_crashed():
+    """`faulthandler` writes a stack of any depth, and after it a list of extension modules."""
+    calls = "\n".join(f"  call {i}" for i in range(100))
+    current = "Current thread 0x02 (most recent call first):"
+    crash = f"loss 3.1\nFatal Python error: Segmentation fault\n\nThread 0x01 (most recent call first):\n  waits\n\n{current}\n{calls}\n"
+    found = evidence.last_words(crash + "\nExtension modules: numpy").splitlines()
+    assert found[:4] == [
+        "loss 3.1",
+        "Fatal Python error: Segmentation fault",
+        "Current thread 0x02 (most recent call first):",
+        "  call 0",
+    ]
+    assert len(found) <= 2 * evidence.TAIL_LINES
+    assert evidence.last_words("one\ntwo\n") == "one\ntwo"
+
+
 def test_output_is_that_of_the_generation_only(tmp_path):
     log = tmp_path / "rank-0.log"
     log.write_text("==== then generation aa: rank 0 ====\nold\n==== now generation bb: rank 0 ====\nnew\nnewer\n")

@@ -2,20 +2,24 @@
 
 from collections import Counter
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from megalith import check
+from megalith.kernels.deferred import Queue, deferring
 from megalith.models.batch import Batch
 from megalith.models.stage import Stage
 from megalith.parallel.recompute import FORMED, apply_recompute
+from megalith.prove.dryrun import dryrun
 from megalith.spec.families.deepseek import DeepSeek
 from megalith.spec.families.llama import Llama
 from megalith.spec.plan import Plan, recomputed
 from tests.models.deepseek import deepseek
 from tests.models.plain import llama, stage, tokens_of
+from tests.specs import tiny_run
 
 LAYERS = 9
 SPEC = llama(layers=LAYERS)
@@ -171,3 +175,59 @@ def test_of_experts_alone_the_activation_is_formed_again():
 def test_a_part_that_is_not_there_is_an_error_naming_it():
     with pytest.raises(AttributeError, match="kernel"):
         under(Plan(recompute="selective", recompute_parts=("attention.kernel",)))
+
+
+@pytest.mark.parametrize(
+    ("parts", "waiting"),
+    [
+        (("attend", "mlp"), 0),
+        (("mlp",), 4),  # an attention's four products
+        (("attend",), 3),
+        ((), 7),
+    ],
+)
+def test_weight_gradients_of_what_runs_again_are_not_put_off(parts: tuple[str, ...], waiting: int) -> None:
+    """They would keep the tensors that recomputation frees."""
+    plan = Plan(recompute="selective", recompute_parts=parts) if parts else Plan()
+    found = {}
+    for recomputed_too in (False, True):
+        model, given, queue = under(plan), batch(), Queue(recomputed=recomputed_too)
+        with deferring(queue):
+            model(given.tokens, given).objective.backward()
+        found[recomputed_too] = len(queue.waiting)
+        queue.run_all()
+        plain = gradients(under(Plan()), given)[1]
+        assert all(torch.equal(p.grad, plain[name]) for name, p in model.parameters_by_name().items() if p.grad is not None)
+    others = found[True] - 7 * LAYERS
+    assert found[False] == waiting * LAYERS + others
+
+
+MLA = {"preset": "deepseek-tiny"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("policy", "plan", "model"),
+    [
+        ("full", {}, {}),
+        ("segments:2", {}, {}),
+        ("selective", {"recompute_parts": ("attend", "mlp.experts", "mlp.shared")}, MLA),
+        ("selective", {"recompute_parts": ("", "mlp.experts")}, MLA),
+        ("full", {"data": 2, "expert": 2, "zero": 1}, MLA),
+        ("segments:2", {"data": 2, "expert": 2, "zero": 1}, MLA),
+    ],
+)
+def test_a_schedule_that_puts_off_weight_gradients_keeps_no_more_of_what_runs_again(
+    policy: str, plan: dict[str, Any], model: dict[str, Any]
+) -> None:
+    """ZB-H1 has as many microbatches in flight as 1F1B."""
+
+    def most(schedule: str, recompute: str) -> int:
+        given = {"pipeline": 2, "schedule": schedule, "recompute": recompute, **plan}
+        if recompute != "selective":
+            given.pop("recompute_parts", None)
+        spec = tiny_run(model={"layers": 4, **model}, plan=given, train={"global_batch": 16, "seq_len": 128})
+        return max(moment["activations"] for moment in dryrun(spec, rank=0).counted.memory_timeline)
+
+    put_off, plain = most("zb-h1", policy), most("1f1b", policy)
+    assert put_off < 1.25 * plain, (put_off, plain)

@@ -76,6 +76,7 @@ def replay(run_dir: Path, others: list[Path] | tuple[Path, ...], out: Path, *, c
     spec = files.read(request.file, saved=True).resolved.spec
     settings = {"replay": folders, "site": None, "addresses": [], "tls": None, "grace": spec.launch.timeout}
     overrides = [f"sites.{key}={literal(value)}" for key, value in settings.items()]
+    overrides.append("fleet.recover=false")  # a site that started again would wait for differences that the others no longer send
     trained = train(RunRequest(request.file, overrides, out, saved=True), console=console)
     if trained.code not in ORDERLY:
         print(trained.message, file=sys.stderr)
