@@ -290,7 +290,7 @@ class Memory:
 
     def _write_to_disk(self, number: int, step: int) -> None:
         """Write a copy to disk in a thread, atomically. First wait until the previous copy is on disk: if ranks skipped copies instead,
-        there could soon be no step of which all ranks have one."""
+        there could soon be no step of which all ranks have a copy."""
         if self._writing:
             self._writing[0].join()
         thread = threading.Thread(target=self._to_disk, args=(number, step), name="copy-to-disk", daemon=True)
@@ -402,7 +402,7 @@ class Memory:
             work.wait()
 
     def _on_disk(self, rank: int | None = None) -> dict[Path, int]:
-        """Return the copies on the node's disk with their steps, by path: those of all its ranks, or of one rank."""
+        """Return the path and step of each copy on the node's disk: copies of all its ranks or, with `rank`, of one rank."""
         paths = self.disk.glob("own-*") if self.disk is not None and self.disk.is_dir() else ()
         found = {path: parse_name(path.name) for path in paths}
         return {path: step for path, (_, whose, step) in found.items() if rank is None or whose == rank}

@@ -23,7 +23,7 @@ class FleetSpec(Spec):
     no_spare: Literal["wait", "shrink", "stop"] = Field(
         default="wait",
         description="action when a node is lost and no spare is left; shrink: continue under the plan `fallback`, whose "
-        "results are not bitwise equal",
+        "results are not bitwise equal to those of the run's plan",
     )
     wait_limit: PositiveFloat = Field(
         default=3600.0,

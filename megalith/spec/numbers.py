@@ -351,7 +351,7 @@ class PrecisionSpec(Spec):
         default="wide",
         description="format in which inputs are kept for backward. In 8-bit precisions, fp8 keeps the inputs of 8-bit matrix "
         "products as forward rounded them. In bf16, fp8 keeps the inputs of matrix products and of activation "
-        "functions in blocks, so that weight gradients are computed from rounded inputs",
+        "functions inside blocks, so that weight gradients are computed from rounded inputs",
     )
     gather: Literal["wide", "fp8"] = Field(
         default="wide",
