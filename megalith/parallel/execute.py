@@ -258,9 +258,7 @@ class Executor:
 
     def _reduces(self, action: Action) -> bool:
         """True if this computation also reduces the gradients, part by part, because a REDUCE follows the computation in the program."""
-        if (
-            self.program.schedule.mirrored is not None
-        ):  # ranks of a pair order their stages differently, so reduce at the row's end
+        if self.program.schedule.mirrored is not None:  # ranks of a pair order stages differently, so reduce at the row's end
             return False
         return self.program.zero >= 2 or self._last[action.stage] == action.microbatch
 

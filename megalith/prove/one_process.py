@@ -101,9 +101,7 @@ class SingleProcess:
             multiply.microbatch = self.spec.plan.microbatch * now.train.seq_len
         kept.losses.append(_reference_step(self.stage, self._faces, now, first=first, parts=parts, device=self.device, kept=kept))
         grads = {name: gradient_of(p).clone() for name, p in self.parameters.items()}
-        norm = (
-            sum(float(grad.double().square().sum()) for grad in grads.values()) ** 0.5
-        )  # torch's norm is inexact for large tensors
+        norm = sum(float(grad.double().square().sum()) for grad in grads.values()) ** 0.5  # torch's norm errs in a large tensor
         self._clipping.clip(norm, number=step)
         self._advance(step, learning_rate(step, spec=o, steps=self.spec.train.steps))
         self._clipping.scale_heads()

@@ -131,9 +131,9 @@ class Findings:
 
     def _part(self) -> str:
         if self.moved is None:
-            return "no part's output is larger with the damaged weights than with the good ones, so the damage shows first in the head"
+            return "no part's output is much larger with the damaged weights than with the good ones, so the damage shows first in the head"
         one = self.moved
-        larger = f"is larger with the damaged weights ({one.now:.3g}) than with the good ones ({one.was:.3g})"
+        larger = f"is much larger with the damaged weights ({one.now:.3g}) than with the good ones ({one.was:.3g})"
         return f"{one.part} is the first part whose output {larger}"
 
     def _samples(self) -> str:

@@ -49,7 +49,7 @@ def test_samples_and_parts_are_named() -> None:
     damaged = replace(FOUND, sound=False, batch_before="worse", compared=True)
     assert "shows first in the head" in damaged.causes[0][1]
     moved = replace(damaged, moved=OutputGrowth("blocks.1", 3.0, 300.0))
-    words = "blocks.1 is the first part whose output is larger with the damaged weights (300) than with the good ones (3)"
+    words = "blocks.1 is the first part whose output is much larger with the damaged weights (300) than with the good ones (3)"
     assert words in moved.causes[0][1]
 
 
