@@ -25,16 +25,14 @@ def fallback_is_the_same_run(case: Case) -> Found:
 
 
 def verification_has_a_replica(case: Case) -> Found:
-    """Verification has another replica: a rank that recomputes its own gradients only detects transient errors."""
+    """Verification needs another replica: a rank that recomputes its own gradients only detects transient errors."""
     plan, fleet = case.plan, case.spec.fleet
     if fleet.recover and fleet.verify_every and not Mesh.of(plan).replica_shift:
         reason = (
             f"does not detect errors that a rank repeats: with plan.data = {plan.data}, "
             f"each rank only recomputes its own gradients"
         )
-        once = (
-            "" if fleet.verify == "all" else ', and with fleet.verify = "one" the rank recomputes no gradients that training uses'
-        )
+        once = "" if fleet.verify == "all" else ', and with fleet.verify = "one" these are not gradients that training uses'
         way_out = 'Use more data ranks, or fleet.verify = "all" to detect one-off errors, or verify_every = 0.'
         yield advice("fleet.verify_every", fleet.verify_every, reason + once, way_out)
 
@@ -50,28 +48,35 @@ def verification_repeats_bits(case: Case) -> Found:
 
 
 def updates_can_be_repeated(case: Case) -> Found:
-    """The rank that keeps a copy of a state can repeat its update only if the update of each element depends on that element
-    alone."""
+    """A rank that keeps a copy of another rank's state can repeat the update of this state only if the update of each element depends on
+    that element alone."""
     fleet = case.spec.fleet
     if not (fleet.recover and fleet.verify_every and fleet.memory_every) or case.spec.sites is not None:  # sites keep no copies
         return
     kind = next((kind for kind in kinds(case.spec.optimizer) if OPTIMIZERS[kind].unit != "element"), None)
     if kind is not None:
         whole = OPTIMIZERS[kind].unit
-        reason = f"verifies gradients only: an update by {kind} needs each whole {whole}, but a copy holds one rank's share"
+        reason = (
+            f"verifies gradients but no updates: an update by {kind} needs each whole {whole}, but a copy holds one rank's share"
+        )
         yield advice("fleet.verify_every", fleet.verify_every, reason, 'With optimizer.kind = "adamw", updates are verified too.')
     elif case.spec.train.gradients != "fp32":
-        reason = 'verifies gradients only: a repeated update needs gradients in fp32, but train.gradients = "bf16"'
+        reason = (
+            'verifies gradients but no updates: an update can be repeated only from fp32 gradients, but train.gradients = "bf16"'
+        )
         yield advice("fleet.verify_every", fleet.verify_every, reason, 'With train.gradients = "fp32", updates are verified too.')
     elif (master := case.spec.optimizer.master) != "fp32":
-        reason = f'verifies gradients only: with optimizer.master = "{master}" a copy does not record the place of its weights in a tensor'
+        reason = (
+            f'verifies gradients but no updates: with optimizer.master = "{master}" a copy does not record the place of its weights in '
+            "the whole tensors"
+        )
         yield advice(
             "fleet.verify_every", fleet.verify_every, reason, 'With optimizer.master = "fp32", updates are verified too.'
         )
     elif (moments := case.spec.optimizer.moments) != "fp32":
         reason = (
-            f"verifies gradients only: rounding moments to {moments} depends on a share's place in a tensor, but no "
-            "copy records this place"
+            f"verifies gradients but no updates: moments are rounded to {moments} depending on their place in the whole tensor, but "
+            "copies do not record this place"
         )
         yield advice(
             "fleet.verify_every", fleet.verify_every, reason, 'With optimizer.moments = "fp32", updates are verified too.'

@@ -39,7 +39,7 @@ def segments_lie_in_a_stage(case: Case) -> Found:
 
 
 def state_fits(case: Case) -> Found:
-    """The device's memory holds at least weights, gradients and moments."""
+    """Weights, gradients and moments alone fit into the device's memory."""
     memory = case.cluster.accelerator.memory if case.cluster else None
     if memory is None or case.model is None or case.plan.data % case.plan.replicate:
         return
@@ -68,7 +68,8 @@ def optimizer_is_sharded(case: Case) -> Found:
         slots = slots_of(case.spec.optimizer)
         whole, cut = (bytes_of(slots, numbers, zero=zero, shards=plan.data)["optimizer"] for zero in (0, 1))
         reason = f"keeps {format_bytes(int(whole))} of optimizer moments on each of {plan.data} data ranks"
-        yield advice("plan.zero", 0, reason, f"zero = 1 keeps {format_bytes(int(cut))} and exchanges the same number of bytes.")
+        way_out = f"With plan.zero = 1 each of them keeps {format_bytes(int(cut))}, and ranks exchange no more bytes than now."
+        yield advice("plan.zero", 0, reason, way_out)
 
 
 def state_elsewhere_can_be_had(case: Case) -> Found:
@@ -119,7 +120,7 @@ def weights_elsewhere_are_gathered(case: Case) -> Found:
 
 
 def released_gradients_can_be_taken_back(case: Case) -> Found:
-    """With `plan.state.release`, a step that updates inside its backward can be undone, and saves memory."""
+    """With `plan.state.release`, an update inside the backward can be undone, and freeing gradients there saves memory."""
     state, spec, key = case.plan.state, case.spec, "plan.state.release"
     if not state.release:
         return
@@ -233,14 +234,14 @@ def long_sequences_recompute(case: Case) -> Found:
         reason += f", of {format_bytes(memory)}" if memory else f" at seq_len = {train.seq_len}"
         inputs = format_bytes(
             held * len(case.model.blocks) * case.model.dim / saved
-        )  # of each block, full recomputation keeps its input
+        )  # full recomputation keeps only the input of each block
         yield advice("plan.recompute", "none", reason, f'recompute = "full" keeps about {inputs}, for a third more computation.')
 
 
 def state_bytes(case: Case, plan: Plan) -> int:
     """Lower bound of a rank's bytes for the blocks' state; experts are sharded separately. Below ZeRO-3 a rank also holds unsharded
     compute weights."""
-    places = max(1, plan.pipeline // plan.sides)  # of stages: the two directions of a pipeline keep each of them twice
+    places = max(1, plan.pipeline // plan.sides)  # in a bidirectional pipeline, two ranks keep the same stages
     return int(_held(case, plan, case.parameters, places))
 
 
@@ -273,7 +274,7 @@ def activation_bytes(case: Case) -> float:
     one = saved / len(model.blocks)
     beside = {"full": 3 * model.dim, "sqrt": model.dim * (3 + len(model.blocks) ** 0.5)}.get(plan.recompute, 2 * one)
     kept, moving = numbers * in_flight, min(numbers, (one + beside) * plan.pipeline)
-    away = plan.retain.share if plan.retain.blocks != "device" else 0.0  # parts alone leave the most here
+    away = plan.retain.share if plan.retain.blocks != "device" else 0.0  # if only parts of blocks leave, most stays on the device
     numbers = kept * (1 - away) + moving * (away > 0)
     tokens = case.spec.train.seq_len * plan.microbatch
     return numbers * tokens * PRECISIONS[case.spec.train.precision].compute.width / (plan.pipeline * plan.tensor * plan.context)
@@ -309,8 +310,8 @@ def _held(case: Case, plan: Plan, parameters: Count, places: int) -> float:
     compute, mesh = PRECISIONS[case.spec.train.precision].compute, Mesh.of(plan)
     held = 0.0
     for count, split, shards in (
-        (parameters.dense, plan.tensor, max(1, plan.dp_shard)),  # 0 where it asks for more copies than ranks
-        (parameters.experts, plan.expert * plan.expert_tensor, max(1, mesh.experts[2])),  # or for more expert ranks
+        (parameters.dense, plan.tensor, max(1, plan.dp_shard)),  # dp_shard is 0 if the plan asks for more copies than ranks
+        (parameters.experts, plan.expert * plan.expert_tensor, max(1, mesh.experts[2])),  # 0 if it asks for too many expert ranks
     ):
         cut = {"zero": plan.zero, "shards": shards}
         numbers = count / (split * places)
@@ -330,9 +331,9 @@ def _held(case: Case, plan: Plan, parameters: Count, places: int) -> float:
         whole = numbers * compute.width * ((1 if apart else 0) if plan.zero < 3 else lasting_share)
         gradients = bytes_of([gradient(case.spec.train.gradients)], numbers, **cut)[
             "gradients"
-        ]  # whole until the end of a step, below ZeRO-2
+        ]  # below ZeRO-2, gradients are unsharded until the end of a step
         own = kept + numbers * bytes_each([gradient(case.spec.train.gradients)]) / shards
-        undoing = own if plan.post_validation else 0  # gradients and copies, once those are gone
+        undoing = own if plan.post_validation else 0  # sharded gradients and copies, once the unsharded gradients are freed
         held += kept + (0 if plan.state.release else max(gradients, undoing)) + whole
     return held
 
@@ -342,15 +343,15 @@ def _saved_numbers(block: BlockSpec, dim: int) -> int:
     outputs of norms; attention's queries, keys, values and output; the outputs of Mamba-2's projections, recurrence and norm; and the
     MLP's gate, up, activation(gate) and their product, for each expert that the token goes to."""
     halves = bool(block.attention or block.mamba) + bool(block.mlp)
-    own = own_tensors(block, dim)  # of an own half, twice what its matrices give
+    own = own_tensors(block, dim)  # for a user's own half, twice the outputs of its matrices are counted
     saved = 2 * dim * halves + 2 * sum(each.shape[0] for half in own.values() for each in half if each.role == "matrix")
     saved += 0 if "attention" in own else _saved_by_mixer(block)
     return saved + (0 if "mlp" in own or block.mlp is None else _saved_by_mlp(block.mlp, dim))
 
 
 def _spared_numbers(case: Case, block: BlockSpec, number: int) -> float:
-    """Approximate memory that 8-bit formats save, as a count of numbers in the compute format: for inputs of products and of activations,
-    and for attention's tensors, if these are kept in 8 bits."""
+    """Approximate memory per token that a block saves by keeping tensors in 8 bits: inputs of products and of activations, and attention's
+    tensors. The result is a count of numbers in the compute format."""
     assert case.model is not None
     choices, precision, spec, dim = case.spec.precision, case.spec.train.precision, case.spec, case.model.dim
     kept, spared = PRECISIONS["fp8"], 0.0

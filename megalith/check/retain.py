@@ -15,12 +15,12 @@ from megalith.spec.sizes import own_tensors
 
 
 def _key(case: Case, part: str) -> str:
-    """Return the key of the run file that sets the action of a part."""
+    """Return the run file's key that sets a part's action: `plan.retain.parts` or `plan.recompute_parts`."""
     return "plan.retain.parts" if part in case.plan.retain.parts else "plan.recompute_parts"
 
 
 def recomputation_names_what_exists(case: Case) -> Found:
-    """Recomputation names blocks and parts that exist."""
+    """The keys for recomputation name only blocks and parts that exist."""
     plan = case.plan
     for key, named in (("plan.recompute_parts", plan.recompute_parts), ("plan.retain.parts", tuple(plan.retain.parts))):
         for part in (part for part in named if part not in PARTS):
@@ -33,7 +33,7 @@ def recomputation_names_what_exists(case: Case) -> Found:
         yield error("plan.recompute_parts", (), 'names no part, but recompute = "selective" needs a part', way_out)
     again = plan.recomputed_parts
     if nested := [(part, outer) for part in again for outer in PARTS.get(part, ()) if outer in again]:
-        reason = "{} is computed a third time, when {} is recomputed".format(*nested[0])
+        reason = 'recomputes "{}" twice: by itself, and as a part of "{}"'.format(*nested[0])
         yield advice(_key(case, nested[0][0]), again, reason, "Name only the outer part.")
     if plan.recompute.startswith("every:") and int(plan.recompute.removeprefix("every:")) > case.spec.model.layers:
         reason = f"is more than the model's {case.spec.model.layers} blocks"
@@ -41,7 +41,7 @@ def recomputation_names_what_exists(case: Case) -> Found:
 
 
 def activations_are_formed_again(case: Case) -> Found:
-    """Recomputing an activation saves memory only if the trainer decides whether the next product keeps it."""
+    """Recomputing an activation saves memory only if the trainer decides whether the next product keeps its result."""
     plan, parts = case.plan, case.plan.recomputed_parts
     named = [part for part in parts if part.endswith(".activation")]
     named = [part for part in named if part != EXPERTS_ACTIVATION or not plan.compile]  # experts are not compiled
@@ -76,7 +76,7 @@ def latents_make_heads_again(case: Case) -> Found:
 
 
 def parts_have_one_action(case: Case) -> Found:
-    """Each part of a block has one action, which the actions of the parts around it permit."""
+    """Each part of a block has one action, which is possible under the actions of the parts that contain it."""
     plan, parts, key = case.plan, case.plan.retain.parts, "plan.retain.parts"
     others = {part: action for part, action in parts.items() if action != "recompute"}
     if parts and plan.recompute not in ("none", "selective") and not plan.recompute.startswith("every:"):
@@ -104,10 +104,10 @@ def parts_can_be_compressed(case: Case) -> Found:
     precision = case.spec.train.precision
     products = [part for part in named if part not in (*NORMS, "attention.core")]
     if products and is_narrow(precision):
-        reason = f'compresses "{products[0]}", but the recipe of train.precision = "{precision}" decides what products keep'
+        reason = f'compresses "{products[0]}", but train.precision = "{precision}" decides how products keep their inputs'
         yield error(key, parts, reason, f'Leave "{products[0]}" out, and use precision.kept = "fp8".')
     if products and plan.compile:
-        reason = f'compresses "{products[0]}" with plan.compile = true: compiled code decides what products keep'
+        reason = f'compresses "{products[0]}" with plan.compile = true: compiled code decides how products keep their inputs'
         way_out = f'Leave "{products[0]}" out ({", ".join(("attention.core", *NORMS))} are possible), or use compile = false.'
         yield error(key, parts, reason, way_out)
     if products and plan.overlap_tensor > 1:
@@ -132,7 +132,7 @@ def parts_can_be_compressed(case: Case) -> Found:
 
 
 def compressed_tiles_lie_inside_shards(case: Case) -> Found:
-    """A rank keeps the numbers that one process keeps only if no tile lies across the border of two ranks' channels."""
+    """A rank keeps the same rounded numbers as one process only if no tile contains channels of two ranks."""
     actions = case.plan.rounding
 
     def layer_of(number: int, block: BlockSpec, cut: Cut) -> str | None:

@@ -26,7 +26,7 @@ from megalith.fleet.tiers import Source, Tier
 from megalith.fleet.tiers.copies import LABEL_BYTES, PAGE, VERIFIED, Buffer, Label, Layout, file_name, parse_name
 
 WORDS = 1 << 64
-ON_DISK = 3  # copies of a rank: where one writes the newest and another still the one before, the third is whole on all
+ON_DISK = 3  # copies of each rank: while ranks write their newest copy, or still the one before, the third is complete on all
 RNG, TEXT = "rng.cpu", "told"
 
 
@@ -72,7 +72,7 @@ class ChecksumInPlace:
             self._look_up()
             self._places = places
         sums = [view.sum() for view in self._views]
-        sums += [checksum_words(self._others)] if self._others else []  # of nothing it would be a number of the CPU's
+        sums += [checksum_words(self._others)] if self._others else []  # an empty list would give a tensor on the CPU
         return int(torch.stack([each.to(sums[0].device) for each in sums]).sum()) % WORDS if sums else 0
 
     def _look_up(self) -> None:
@@ -91,7 +91,7 @@ def layout_of(state: Mapping[str, Tensor], *, text_bytes: int = 0) -> Layout:
     return Layout.of((n, DTYPES[t.dtype], tuple(t.shape), t.numel() * t.element_size()) for n, t in tensors.items())
 
 
-class CopyError(RuntimeError):  # it says what was found
+class CopyError(RuntimeError):  # the message says which of these it is
     """A copy to restore is missing, belongs to another plan, or does not match its digest."""
 
     def __init__(self, tier: Tier, step: int, slot: int, why: str) -> None:
@@ -138,7 +138,7 @@ class Memory:
         self._names = [name for name, tensor in self.state.items() if tensor.numel()]
         self._label = Label(-1, 0, rank_info.rank, rank_info.world, 0, len(text), self.layout.payload, generation)
         self.kept: Buffers | None = None
-        self.kept_layout = self.layout  # of the state that this rank could make again: its own, or its buddy's
+        self.kept_layout = self.layout  # of the copies that this rank keeps for another rank; before `join`, of its own
         self.group: dist.ProcessGroup | None = None
         self._apart = 0
         self._in_transit: _Travelling | None = None
@@ -147,7 +147,7 @@ class Memory:
         self._warn = warn
 
     def _clear_away(self) -> None:
-        """Remove files that are no longer used; on the node's first rank, also those of ranks that the node had in another slot."""
+        """Remove this rank's surplus files. The node's first rank also removes the copies of ranks that no longer run on this node."""
         slots = len(self.rank_info.placement)
         mine = ranks_of(self.rank_info.slot, world=self.rank_info.world, slots=slots)
         for path in (*self.folder.glob("own-*"), *self.folder.glob("buddy-*")):
@@ -290,7 +290,7 @@ class Memory:
 
     def _write_to_disk(self, number: int, step: int) -> None:
         """Write a copy to disk in a thread, atomically. First wait until the previous copy is on disk: if ranks skipped copies instead,
-        there could soon be no step of which all ranks have one."""
+        there could soon be no step of which all ranks have a copy."""
         if self._writing:
             self._writing[0].join()
         thread = threading.Thread(target=self._to_disk, args=(number, step), name="copy-to-disk", daemon=True)
@@ -312,7 +312,7 @@ class Memory:
                 os.fsync(file.fileno())
             part.rename(self.disk / file_name("own", rank, step))
             self.disk_error = None
-        except OSError as error:  # one copy less: training goes on, and the user is told
+        except OSError as error:  # training continues with one copy less, and the user is notified
             self.disk_error = str(error)
             with contextlib.suppress(OSError):
                 part.unlink()
@@ -402,7 +402,7 @@ class Memory:
             work.wait()
 
     def _on_disk(self, rank: int | None = None) -> dict[Path, int]:
-        """Return the copies on the node's disk with their steps, by path: those of all its ranks, or of one rank."""
+        """Return the path and step of each copy on the node's disk: copies of all its ranks or, with `rank`, of one rank."""
         paths = self.disk.glob("own-*") if self.disk is not None and self.disk.is_dir() else ()
         found = {path: parse_name(path.name) for path in paths}
         return {path: step for path, (_, whose, step) in found.items() if rank is None or whose == rank}
@@ -428,7 +428,7 @@ class Memory:
         torch._foreach_copy_(self._live, [found[name] for name in self._names])
         rng = found[RNG].clone()
         encoded = found[TEXT].clone() if self.room else torch.empty(0, dtype=torch.uint8)
-        total = (checksum(self._live) + checksum([rng, encoded])) % WORDS  # of what was loaded, to find errors on the way
+        total = (checksum(self._live) + checksum([rng, encoded])) % WORDS  # of the loaded state, to detect errors of loading
         if total != label.digest:
             raise CopyError(tier, label.step, self.rank_info.slot, f"its digest is {total:016x} instead of {label.digest:016x}")
         torch.set_rng_state(rng)
@@ -441,7 +441,7 @@ class _Travelling:
     """The messages in flight between this rank and its buddies, with a copy in each direction."""
 
     works: list[Any]
-    label: Tensor  # must live until it has left
+    label: Tensor  # must live until it is sent
     arrived: Tensor
     number: int
-    good: bool  # kept to go back to
+    good: bool  # kept for rewinds

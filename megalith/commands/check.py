@@ -23,12 +23,18 @@ def command(
     run: RunFile,
     settings: Settings = None,
     ranks: Annotated[int | None, typer.Option(help="Number of ranks that will be started, to compare with the plan.")] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="Run folder; an existing run is resumed. Default: runs/NAME.")] = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Run folder. If it holds checkpoints, check the run as one that resumes from them. Default: runs/NAME."
+        ),
+    ] = None,
     show: Annotated[bool, typer.Option("--show", help="Print every value of the run and where it came from.")] = False,
     price: Annotated[
         bool,
         typer.Option(
-            "--price", help="Also predict the time that the plan loses on the run's cluster by each layout rule that it breaks."
+            "--price",
+            help="For each layout rule that the plan breaks, also predict the time that this costs on the run's cluster.",
         ),
     ] = False,
     fp8: Annotated[
@@ -81,8 +87,8 @@ def command(
 
 
 def _prices(request: RunRequest) -> "tuple[Price, ...]":
-    """Predict the time that a run's plan loses on its cluster by each layout rule that it breaks. Raises SpecErrors where the cluster
-    cannot be predicted."""
+    """For each layout rule that a run's plan breaks, predict the time that this costs on the run's cluster. Raises SpecErrors if steps on
+    the cluster cannot be predicted."""
     from megalith.planner import price  # the planner takes long to import
     from megalith.planner.request import PlanRequest, resolve
     from megalith.spec.cluster import CALIBRATE
@@ -92,7 +98,7 @@ def _prices(request: RunRequest) -> "tuple[Price, ...]":
     plan = plan_request.run.plan
     used = plan_request.cluster.resized(plan.ranks)  # a plan may leave devices of a cluster idle
     if used is None:
-        reason = f"was measured with another number of ranks than the plan's {plan.ranks:,}, and its ranks compete for processors"
+        reason = f"was measured with another number of ranks than the plan's {plan.ranks:,}, which changes its rates"
         way_out = f"{CALIBRATE} --ranks {plan.ranks}."
         raise SpecErrors([Problem("error", "cluster", plan_request.run.cluster, reason, way_out)])
     return price.prices(replace(plan_request, cluster=used), plan)
@@ -123,7 +129,7 @@ def _in_8_bits(checked: "CheckResult", *, asked: bool) -> "tuple[Sequence[Proble
 def _show_gains(found: "Gains | None", spec: "RunSpec") -> None:
     if found is None:
         print(
-            f'cluster = "{spec.cluster}": the trainer has no 8-bit products here, so fp8 would be rehearsed (emulated, without its speed)'
+            f'cluster = "{spec.cluster}": the trainer cannot multiply 8-bit numbers on these devices, so fp8 would only be emulated'
         )
         return
     from megalith.report import plans  # drawing

@@ -39,13 +39,13 @@ class Hidden:
 @dataclass
 class _Flight:
     batches: Sequence[Batch]
-    graphs: dict[Key, list[ForwardState]] = field(default_factory=dict)  # what a forward left for its backward
-    rests: dict[Key, list[Rest]] = field(default_factory=dict)  # what the first half of a backward left for the second
+    graphs: dict[Key, list[ForwardState]] = field(default_factory=dict)  # state that a forward saved for its backward
+    rests: dict[Key, list[Rest]] = field(default_factory=dict)  # state of a split backward's first half for its second half
     arrived: dict[tuple[str, int, int], Tensor] = field(
         default_factory=dict
-    )  # ("F" | "B", stage, microbatch): here, or on its way
+    )  # ("F" | "B", stage, microbatch): received, or being received
     waiting: dict[tuple[str, int, int], Any] = field(default_factory=dict)  # receives not yet waited for
-    leaving: list[tuple[Any, Tensor]] = field(default_factory=list)  # sends under way; a tensor must live until it has left
+    leaving: list[tuple[Any, Tensor]] = field(default_factory=list)  # sends in flight; a tensor must live until its send ends
     losses: list[Tensor] = field(default_factory=list)
     marks: list[tuple[str, Any, Any]] = field(default_factory=list)
 
@@ -174,14 +174,15 @@ class Executor:
         for work, _ in flight.leaving:
             wait_for(work)
 
-    # --- once more ---
+    # --- restart ---
 
     def _begin_again(self, check: Check, flight: _Flight) -> _Flight:
-        """Complete the messages in flight, drop the computed results, and correct the weights. Return a new `_Flight`, which also records
-        how long this took. No backward has run yet, so no gradient was reduced and no router has counted its tokens."""
+        """Prepare to run the row again with correct weights: complete all messages that another rank has begun, discard all computed
+        tensors, and correct the weights. Return a new `_Flight` that records the lost time. No backward has run yet, so no gradient was
+        reduced, and no router has counted tokens."""
         for message in self._unmet:
             if message.kind.startswith("SEND"):
-                flight.arrived[_target(message)] = self.hidden.empty().zero_()  # some rank may still compute with it
+                flight.arrived[_target(message)] = self.hidden.empty().zero_()  # the receiving rank may still compute with it
             self._handlers[message.kind](message, flight)
         for work in flight.waiting.values():
             wait_for(work)
@@ -229,7 +230,7 @@ class Executor:
         if isinstance(out, Loss):
             flight.losses.append(out.nll)
         else:
-            flight.arrived["F", action.stage + 1, key[1]] = out  # here for the next stage, or for `_send`
+            flight.arrived["F", action.stage + 1, key[1]] = out  # for the next stage on this rank, or for `_send`
 
     def _gradient(self, action: Action, flight: _Flight) -> Tensor | None:
         return None if action.stage == self.program.stages - 1 else flight.arrived.pop(("B", *_key(action)))
@@ -257,14 +258,14 @@ class Executor:
 
     def _reduces(self, action: Action) -> bool:
         """True if this computation also reduces the gradients, part by part, because a REDUCE follows the computation in the program."""
-        if self.program.schedule.mirrored is not None:  # the two ranks of a pair run their stages in opposite orders: at the end
+        if self.program.schedule.mirrored is not None:  # ranks of a pair order stages differently, so reduce at the row's end
             return False
         return self.program.zero >= 2 or self._last[action.stage] == action.microbatch
 
     def _gather(self, action: Action, flight: _Flight) -> None:
         """With ZeRO 1 and 2, begin to gather the stage's weights. With ZeRO 3, do nothing: the next computation gathers the weights of each
         part."""
-        with working_on(flight.batches[0].work):  # it tells the format
+        with working_on(flight.batches[0].work):  # the batch determines the format of the gather
             self.stages[action.stage].gather(all_parts=self.program.schedule.mirrored is not None)
 
     def _reduce(self, action: Action, flight: _Flight) -> None:
@@ -304,13 +305,13 @@ class Executor:
         flight.waiting[carries, stage, microbatch] = work
 
     def _tag(self, carries: str, stage: int, microbatch: int) -> int:
-        """Return the tag of a message, by which gloo matches sends and receives. NCCL ignores tags and matches by order, which `lower`
-        keeps."""
+        """Return the tag of a message, by which gloo matches sends and receives. NCCL ignores tags and matches messages by their order,
+        which `lower` makes equal at both ends."""
         return ((microbatch * self.program.stages) + stage) * 2 + (carries == "B")
 
     def _make_lanes(self) -> None:
-        """Make a communicator for each direction in which the program sends activations or gradients, so that they do not wait for each
-        other."""
+        """Make a communicator for each kind of message (activations or gradients) and direction in the program, so that messages of
+        different kinds or directions do not wait for each other."""
         messages = (a for row in self.program.rows for entry in row for a in parts(entry) if a.kind in MESSAGES)
         used = sorted({_lane(channel_of(message, self.program.schedule)) for message in messages})
         for lane in used:

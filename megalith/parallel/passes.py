@@ -64,7 +64,7 @@ class Inlet:
 
     def enter(self, x: Tensor) -> Tensor:
         """Return x as a tensor of the graph."""
-        anchor = torch.empty(0, requires_grad=True)  # what makes autograd follow; x itself is no leaf of the graph
+        anchor = torch.empty(0, requires_grad=True)  # so that autograd records the graph; x itself is no leaf of the graph
         return _Enter.apply(anchor, x.detach(), self)  # pyright: ignore[reportReturnType]
 
     def give(self, grad: Tensor) -> None:
@@ -160,7 +160,7 @@ class Rest:
 
     queue: Queue
     late: tuple[Graph, Tensor | None] | None = None
-    early: list[tuple[Weight, Tensor]] = field(default_factory=list)  # weight gradients that could not be put off
+    early: list[tuple[Weight, Tensor]] = field(default_factory=list)  # weight gradients that could not be deferred
 
 
 class Runner:
@@ -183,7 +183,7 @@ class Runner:
         self.stage, self.zero, self.dispatched, self._retention = stage, zero, dispatched, retention
         self.segments = {number: segment for segment in segments for number in segment}
         self.parts = [part for _, part in stage.parts()]
-        self.buckets = [list(each) for each in buckets]  # of each part, those it uses
+        self.buckets = [list(each) for each in buckets]  # for each part, the buckets that it uses
         self.reducer = reducer
         firsts: dict[Bucket, int] = {}
         for number, used in enumerate(self.buckets):
@@ -210,7 +210,7 @@ class Runner:
                 self.reducer.add(bucket.reduce())
 
     def free(self) -> None:
-        """Drop the whole weights and the kept shares in 8 bits, because the weights are about to change."""
+        """Drop the gathered weights and the rounded 8-bit shares, because the weights are about to change."""
         for used in self.buckets:
             for bucket in used:
                 bucket.free()
@@ -264,8 +264,8 @@ class Runner:
         return _whole(part, x, batch, shelf)
 
     def _pass(self, number: int, x: Tensor, batch: Batch) -> Steps[Tensor]:
-        """Run a part without saving anything for its backward; return its output. A part that dispatches tokens runs with gradients enabled
-        and builds a graph until it ends: a pause inside `no_grad` would disable gradients for the other computations too."""
+        """Run a part without saving anything for its backward; return its output. A part that dispatches tokens runs with gradients
+        enabled, and its graph is dropped at the end: if it paused inside `no_grad`, gradients would be disabled for other computations."""
         if torch.is_grad_enabled() and (forward := self.dispatched.get(number)) is not None:
             return (yield from forward(x, batch, STAYS))[0]
         with torch.no_grad():
@@ -310,7 +310,7 @@ class Runner:
 
     def backward(self, kept: list[ForwardState], grad: Tensor | None, *, reduce: bool) -> Steps[Tensor | None]:
         """Run the backward of all parts in `kept`, which is emptied; return the gradient of the stage's input (None for token ids).
-        `reduce`: also reduce the weights' gradients, because this is their last term."""
+        `reduce`: also reduce the weights' gradients, because this backward adds their last term."""
         for number in reversed(range(len(self.parts))):
             graph, _ = yield from self._next_graph(kept)
             then = self._before(number, kept)
@@ -354,9 +354,9 @@ class Runner:
             self._collect(number, reduce)
 
     def _set_aside(self, number: int) -> list[tuple[Weight, Tensor]]:
-        """Handle weight gradients that the first half of a backward has already computed. With ZeRO 2 and 3, each microbatch is reduced
-        separately, so return these gradients, to keep them apart until this microbatch's second half: the first half of a later microbatch
-        comes before it. With ZeRO 0 and 1, add these gradients up now."""
+        """Take the weight gradients that the first half of a microbatch's backward has already computed. With ZeRO 0 and 1, add them to the
+        sums over microbatches now. With ZeRO 2 and 3, return them for the second half of the backward: gradients are reduced separately for
+        each microbatch, and first halves of later microbatches run before this second half."""
         weights = [weight for bucket in self.buckets[number] for weight in bucket.weights]
         if self.zero < 2:
             for weight in weights:

@@ -1,4 +1,4 @@
-"""The critical batch size by its definition: the largest batch whose loss after the same tokens is no worse. No torch.
+"""The critical batch size by its definition: the largest batch with no worse loss after the same number of tokens. No torch.
 
 From one checkpoint, branches train on the same samples with 0.5, 1, 2 and 4 times the batch size (Merrill et al. 2025, arXiv:2505.23971).
 If a branch with a larger batch ends with a worse loss, the model learned less from each token. Replicas of a branch begin later in the
@@ -16,7 +16,7 @@ from megalith.spec.phases import Phases
 from megalith.spec.run import BranchSpec, RampSpec, RunSpec
 
 T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
-"""Student's t of two-sided 95 % intervals, by degrees of freedom from 1; beyond the last, 2 is used."""
+"""Student's t for two-sided 95 % intervals with 1, 2, ... degrees of freedom; for more than listed, 2 is used."""
 
 Scaling = Literal["root", "linear", "none"]
 
@@ -51,7 +51,7 @@ def trials(
     replicas: int,
     scaling: Scaling,
 ) -> Iterator[Trial]:
-    """Yield the branches from a checkpoint of a run, each with the samples of `steps` steps of the run's batch.
+    """Yield the branches that start from a checkpoint of a run. Each branch trains on as many samples as the run in `steps` steps.
 
     Raises ValueError if a batch is not a whole number, or does not divide the samples of a branch.
     """
@@ -85,7 +85,7 @@ def trials(
                 "train": train,
                 "data": {"phases": data},
                 "optimizer": {"lr": spec.optimizer.lr * rate_factor(factor, scaling)},
-                "validation": {"every": 10**9 if spec.validation.every else 0},  # at the end alone
+                "validation": {"every": 10**9 if spec.validation.every else 0},  # validate only at the end
                 "checkpoint": {"every": 0, "keep": 1},
                 "log": {"tensorboard": False},
             }
@@ -133,12 +133,12 @@ class Advice:
             return f"No batch above the run's own {own} sequences has a clear verdict: use more --replicas or --steps."
         if self.begins is None:
             return (
-                f"Up to {self.critical} sequences a step, the largest batch with a verdict, the loss after the same tokens is "
-                "as good as with the run's batch."
+                f"With up to {self.critical} sequences a step, the loss after the same number of tokens is as good as with the run's "
+                "batch. No larger batch has a verdict."
             )
         return (
-            f"The loss after the same tokens gets worse between {self.critical} and {self.begins} sequences a step: "
-            f"{self.critical} is the largest batch with a loss as good as the run's."
+            f"With {self.critical} sequences a step, the loss after the same number of tokens is as good as with the run's batch; with "
+            f"{self.begins}, it is worse."
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -148,8 +148,8 @@ class Advice:
 
 def judge(losses: Mapping[float, Sequence[float]], *, batch: int, seq_len: int, tolerance: float) -> Advice:
     """Return the advice from the losses of each factor's replicas, in the order of replicas; factor 1 is required. `batch`: the run's
-    batch, in sequences. A loss is worse if its whole interval lies more than `tolerance` above the loss of the run's batch, and as good
-    if no part of the interval lies there."""
+    batch, in sequences. The limit is the loss of the run's batch, plus its fraction `tolerance`. A loss is worse if its whole interval is
+    above the limit, and as good if no part of the interval is."""
     own = losses[1.0]
     rows = list[BatchJudgement]()
     for factor in sorted(losses):

@@ -26,7 +26,7 @@ class Confidence:
     time: Interval
     memory: Interval
     apart: float
-    """Two layouts of one search may be equally fast if their step times differ by less than this factor."""
+    """Two layouts of one search may be equally fast if their predicted step times differ by less than this factor."""
     words: str
     """Text with the evidence for the interval of step time."""
     factor: float = 1.0
@@ -65,7 +65,7 @@ def expected(model: ModelSpec, cluster: ClusterSpec, seq_len: int) -> Expected:
 
 
 def confidence_of(request: ResolvedRequest, own: Sequence[Own] = ()) -> Confidence:
-    """Return how sure predictions for a request are, given measurements of the same software on the same machines."""
+    """Return the uncertainty of predictions for a request. Measurements (`own`) of the same software on the same machines reduce it."""
     errors = expected(request.model, request.cluster, request.run.train.seq_len)
     kind, time, memory = errors.kind, errors.time, errors.memory
     lacking = [] if errors.known else [f"a device like {request.cluster.accelerator.name}"]
@@ -85,15 +85,15 @@ def confidence_of(request: ResolvedRequest, own: Sequence[Own] = ()) -> Confiden
 
 
 def _wider(spread: Spread, outside: Sequence[Beyond], *, also: float = 0.0) -> Spread:
-    """Return the spread of predictions for a shape outside of the measured shapes. An unmeasured device adds as much variance as a stack
-    (`also` = 1), and we assume the same for each doubling beyond the measured sizes."""
+    """Return the spread of predictions for a shape outside of the measured shapes. An unmeasured device adds the variance between stacks
+    once more (`also` = 1), and so, by assumption, does each doubling beyond the measured sizes."""
     more = also + max((one.doublings for one in outside), default=0.0)
     return replace(spread, between=spread.between * sqrt(1 + more))
 
 
 def _amount(one: Beyond) -> str:
-    few = "so few" if one.size < one.edge else "as many"
-    return f"{few} {one.name} ({_count(one.size)}; measured: {_count(one.edge)})"
+    few, end = ("so few", "fewest") if one.size < one.edge else ("as many", "most")
+    return f"{few} {one.name} as {_count(one.size)} (the {end} in a measured row: {_count(one.edge)})"
 
 
 def _count(number: float) -> str:
@@ -102,26 +102,28 @@ def _count(number: float) -> str:
 
 
 def _words(request: ResolvedRequest, mine: Sequence[Own], learnt: LearnedSpread | None, far: str) -> str:
-    """Return the evidence of an interval as text, with the ignored rows of the same stack."""
+    """Return the evidence for an interval as text. The text names the ignored rows of the same software and machines."""
     where = f"{SOFTWARE[request.software].title} on {request.cluster.accelerator.name}"
     if learnt is None:
-        return f"{where} was not measured: the interval is that of unmeasured software{f', and {far}' * bool(far)}"
+        return f"{where} was never measured, so the interval is as wide as for any unmeasured software{f'; {far}' * bool(far)}"
     wrong = [mine[place] for place in learnt.wrong]
     followed = len(mine) - len(wrong)
     said = f"{followed} measured row{'s' * (followed != 1)} of {where}: predicted times are multiplied by {exp(learnt.mean):.2f}"
     for one in wrong:
         said += (
-            f"{one.name} is ignored: its time is {one.ratio:.2f} times the predicted time, which is very unlikely given the other "
-            "rows"
+            f"; row {one.name} is ignored: its time is {one.ratio:.2f} times the predicted time, which is very unlikely given the "
+            "other rows"
         )
     return said
 
 
 def _apart(others: Sequence[Own]) -> str:
-    """Describe the rows without effect on predicted times, because their software, machine or kind of model differs."""
+    """Describe the rows that do not change predicted times, because their software, machine or kind of model differs."""
     kinds = {"time.dense": "a dense model", "time.expert": "experts"}
     counts = Counter(f"{kinds[one.kind]} by {SOFTWARE[one.software].title} on {one.machine}" for one in others)
-    return "".join(f"; {number} measured row{'s' * (number != 1)} of {what}: without effect" for what, number in counts.items())
+    return "".join(
+        f"; {number} measured row{'s' * (number != 1)} of {what}: no effect on times" for what, number in counts.items()
+    )
 
 
 def _rates(cluster: ClusterSpec) -> str:

@@ -66,8 +66,8 @@ def reference(spec: RunSpec, *, device: torch.device, parts: int = 1) -> Recordi
 
 class SingleProcess:
     """A run on one process: plain modules, no groups, torch's AdamW and clipping. The process computes microbatch i of all data
-    ranks at once, because balance losses may be computed over all these samples. In a rounded precision, weights are kept and
-    gradients added up in fp32."""
+    ranks at once, because balance losses may be computed over all these samples. In every precision, master weights and sums of
+    gradients are in fp32."""
 
     def __init__(self, spec: RunSpec, *, device: torch.device) -> None:
         self.spec, self.device = spec, device
@@ -101,7 +101,7 @@ class SingleProcess:
             multiply.microbatch = self.spec.plan.microbatch * now.train.seq_len
         kept.losses.append(_reference_step(self.stage, self._faces, now, first=first, parts=parts, device=self.device, kept=kept))
         grads = {name: gradient_of(p).clone() for name, p in self.parameters.items()}
-        norm = sum(float(grad.double().square().sum()) for grad in grads.values()) ** 0.5  # torch's norm drifts in a large tensor
+        norm = sum(float(grad.double().square().sum()) for grad in grads.values()) ** 0.5  # torch's norm errs in a large tensor
         self._clipping.clip(norm, number=step)
         self._advance(step, learning_rate(step, spec=o, steps=self.spec.train.steps))
         self._clipping.scale_heads()
@@ -119,12 +119,12 @@ class SingleProcess:
         kept.gradients.append({name: g.cpu() for name, g in grads.items()})
 
     def weights(self) -> dict[str, Tensor]:
-        """Return parameters and lasting buffers."""
+        """Return copies on the CPU, by name, of the fp32 parameters and of the buffers that training changes."""
         return {name: t.detach().to("cpu", copy=True) for name, t in (self.parameters | self.stage.lasting_buffers()).items()}
 
     @torch.no_grad()
     def take(self, weights: Mapping[str, Tensor]) -> None:
-        """Continue the training with other weights and buffers."""
+        """Replace the weights and buffers with which training continues."""
         buffers = self.stage.lasting_buffers()
         for name, tensor in weights.items():
             (buffers[name] if name in buffers else self.parameters[name]).copy_(tensor)
@@ -132,7 +132,7 @@ class SingleProcess:
             p.data.copy_(parameter.data)
 
     def finish(self) -> Recording:
-        """Return the recording, with the weights at the end."""
+        """Return the recording of all steps, with the final weights."""
         self.kept.weights = self.weights()
         return self.kept
 
@@ -147,8 +147,8 @@ def _reference_step(
     device: torch.device,
     kept: Recording,
 ) -> float:
-    """Compute the gradients of the step that begins with sample `first`; return its loss. `faces`: for each parameter the form in
-    which it computes, and the stored fp32 form, which gets the gradient."""
+    """Compute the gradients of the step that begins with sample `first`; return the step's loss. `faces`: for each parameter, the tensor
+    that computes, and the fp32 tensor, which receives the gradient."""
     text, head = RandomText(spec), stage.spec.head
     rows = spec.plan.set_sequences
     sets = [text.batch(range(first + i * rows, first + (i + 1) * rows)) for i in range(spec.microbatches)]
@@ -184,7 +184,7 @@ def _reference_step(
 
 
 def gradient_scale_of(spec: RunSpec) -> float:
-    """Return the loss scale of the first step, which a compared run keeps throughout."""
+    """Return the initial loss scale. A run that is compared keeps this scale in all steps."""
     return float(spec.loss_scale.initial) if PRECISIONS[spec.train.precision].scaled else 1.0
 
 

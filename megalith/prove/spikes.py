@@ -42,7 +42,7 @@ class Fault:
 
     `strength`: for "poison" the fraction of random tokens, for "rate" the factor of the learning rate, otherwise the number of
     the flipped bit in fp32 (30: the exponent's highest). `place` in 0..1 selects the tensor and the element to flip. A flip in a
-    gradient hits only one computation of this gradient.
+    gradient changes only the first computation of this gradient.
     """
 
     kind: Kind
@@ -67,7 +67,7 @@ class PoisonedStream:
         return getattr(self._stream, name)
 
     def batch(self, part: range) -> Batch:
-        """Return the samples with these numbers. The first number seeds the random tokens."""
+        """Return the samples whose numbers are in `part`. The random tokens are drawn with the first of these numbers as seed."""
         self.read += part
         found = self._stream.batch(part)
         share = max((self._shares.get(number, 0.0) for number in part), default=0.0)
@@ -146,7 +146,7 @@ def hasty(trainer: Trainer, faults: Sequence[Fault], flips: BitFlips) -> Trainer
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How a run ended. `state`: unsharded tensors; `read`: numbers of the samples that this rank read; `validation`: the
+    """The end of a run. `state`: unsharded tensors; `read`: numbers of the samples that this rank read; `validation`: the
     validation loss, NaN without validation."""
 
     state: dict[str, Tensor]

@@ -16,7 +16,7 @@ from megalith.spec.cluster import ClusterSpec
 class Latencies:
     """Durations in seconds, except `verify`: the fraction of the run's time that recomputation for verification takes.
 
-    `crash`, `hang`, `node_lost`: the time from such a fault to the decision. `restart`: the time from the decision until ranks
+    `crash`, `hang`, `node_lost`: the time from a fault of this kind to the decision. `restart`: the time from the decision until ranks
     can restore the state; `restore`, by tier: the time to restore the state from this tier. `replace`: the additional time if a
     spare joins. `stall`, by tier: how long a copy stops training; `write`: the time until a checkpoint in the store is complete;
     `save`: a save that training waits for; `start`: the first start; `check`: a health check.
@@ -37,7 +37,7 @@ class Latencies:
     source: str = field(default="", compare=False)
 
     def restored(self, source: Source) -> float:
-        """Return the seconds to restore from a source, which are those of its slowest tier."""
+        """Return the seconds to restore from a source: the restore time of the slowest tier that holds a part of it."""
         if source.tier is None:
             return 0.0
         return max(self.restore[tier.value] for tier in {source.tier, *(tier for _, tier in source.elsewhere)})
@@ -58,17 +58,17 @@ PROFILES: dict[str, Latencies] = {
     ),
     "memory": Latencies(
         restart=60.0, restore=_tiers(5, 20, 60, buddy=10), stall=_tiers(0.05, 1, 2), hang=30.0, replace=15.0, start=600.0, write=60.0,
-        source="assumed: processes kept ready, state in memory every step",
+        source="assumed: processes kept ready for a restart, state copied to memory in every step",
     ),
 }  # fmt: skip
-"""Named initial assumptions, none of them measured. `calibrated` replaces the durations for which a run's log has values."""
+"""Profiles by name. All durations are assumed, not measured; `calibrated` replaces those for which a run's log has values."""
 
 
 def of_cluster(
     cluster: ClusterSpec, profile: str = "warm", *, state_bytes: float | None = None, storage: float | None = None
 ) -> Latencies:
-    """Return a profile with durations from the hardware's rates. `state_bytes`: the size of the whole state; `storage`: bytes/s of the
-    shared store.
+    """Return a profile in which durations that depend on the size of the state are computed from the hardware's rates. `state_bytes`: the
+    size of the whole state; `storage`: bytes/s of the shared store.
 
     A blocking save stops training for state / storage seconds; an asynchronous save is complete after the same time. Raises
     ValueError for an unknown profile.
@@ -104,10 +104,10 @@ _SEEN_AS = {RankFailed.kind: "crash", Hang.kind: "hang", NodesLost.kind: "node_l
 
 def calibrated(events: Iterable[Event], base: Latencies, *, typical: Callable[[Sequence[float]], float] = median) -> Latencies:
     """Return `base` with the typical durations of a run's incidents and saves (events `Incident`, `Recovery`, `Checkpoint`).
-    `typical`: how several durations become one: by their median, or by their mean where totals must be correct.
+    `typical`: the function that combines several durations into one: the median, or the mean if totals must be correct.
 
-    The log has only the sum of restart and restore. `restart` therefore becomes this sum for the fastest tier, and the restore of
-    a slower tier becomes the excess of its sum over that; a tier without a restore in the log keeps the value of `base`.
+    For each recovery the log has only the sum of restart and restore. `restart` is set to the sum for the fastest tier, and the restore
+    of a slower tier to its own sum minus the fastest one; a tier without a restore in the log keeps the value of `base`.
     """
     whole = list(events)
     begun = {incident.incident: incident for incident in of_kind(whole, Incident)}
@@ -132,8 +132,8 @@ def calibrated(events: Iterable[Event], base: Latencies, *, typical: Callable[[S
 
 
 def _recoveries(events: Sequence[Event], begun: Mapping[int, Incident]) -> dict[str, list[float]]:
-    """Return the seconds from each decision to the next step, by the slowest tier that was read. If starts failed in between,
-    only the last decision counts. Time spent waiting for a save is included."""
+    """Return the durations of recoveries in seconds, by the slowest tier that each recovery read. A duration runs from the decision to
+    restart to the next step, including waits for a save. A recovery is left out if another incident was decided before it ended."""
     decided = sorted(incident.time for incident in begun.values())
     found: dict[str, list[float]] = {}
     for recovery in of_kind(events, Recovery):

@@ -1,6 +1,6 @@
-"""The sites of a simulated run and their merges. Each site has its own faults, and its work counts once a merge includes it.
-Merges follow the rules of the trainer's council (`train.sites.council`): grace, quorum, sites that leave and return, and a new
-start of all sites if none waits at a merge."""
+"""Simulated merges of a run across sites. Each site has its own faults, and a site's work counts only if a merge includes this work.
+Merges follow the rules of the trainer's council (`train.sites.council`): the grace period, the quorum, sites that leave and return,
+and a restart of all sites if no site waits at a merge."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -13,8 +13,8 @@ from megalith.rehearse.site import Site
 
 
 def alone(plan: Scenario) -> Scenario:
-    """Return the scenario of one of several sites between merges. The site's only copies are checkpoints. A fault takes the site back to
-    the last merge: within `return_seconds` it gets the other sites' weights, or loads a checkpoint that all sites hold."""
+    """Return the scenario of one of several sites between merges. The site's only copies are checkpoints. After a fault, the site resumes
+    from the last merge: within `return_seconds` it gets the other sites' weights, or loads a checkpoint that all sites hold."""
     if plan.sites == 1:
         return plan
     times, each = plan.latencies, plan.merge_every / plan.store_every
@@ -38,7 +38,7 @@ class _Period:
 
 @dataclass
 class _Member:
-    """One site, which began its period `number` at time `since`. `follows`: the site does not train yet, but can from `since` on.
+    """One site, which began its period `number` at time `since`. `follows`: the site does not train yet, but can train from `since` on.
     `merged`: the number of periods whose work was merged; `lost`: the number of other periods. `lived`: the seconds of the site's
     simulated life that are used up. `missed`: the number of merges that the site missed because it was late."""
 
@@ -105,13 +105,13 @@ class MergeOutcome:
 
 
 def merged(plan: Scenario, sites: Sequence[Site]) -> MergeOutcome:
-    """Simulate the merges of all sites, one after the other, until the run is over. Faults are memoryless, so waiting for other sites does
-    not change when a site's next fault comes.
+    """Simulate the merges of all sites, one after the other, until the run is over. Faults are memoryless, so a site's waits for other
+    sites do not make its next fault more or less likely.
     """
     horizon, work = plan.days * DAY, plan.merge_every
     members = [_Member(_periods(site, work)) for site in sites]
     found, now, decides = MergeOutcome(), 0.0, plan.decides or 0
-    unsaved: list[_Member] = []  # each time that a merge took work of a site since the last checkpoint
+    unsaved: list[_Member] = []  # one entry for each period of a site that was merged since the last checkpoint
     each_save = max(1, round(plan.store_every / work))
     while now < horizon:
         standing = [number for number, member in enumerate(members) if not member.follows and not member.restarted]

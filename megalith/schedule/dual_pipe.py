@@ -5,7 +5,7 @@ exchanges its experts' tokens. The order of steps is the published one (github.c
 "cut in half"). These numbers assume p stages in the pipeline, and at least p microbatches: in each direction (DualPipe), or in
 total (DualPipeV). A rank idles at most (p/2 - 1) * (F&B + B - 3 W) before the last rank ends, where F&B is the time of an
 overlapped entry, and it holds the activations of at most p + 1 stages. The idle times are exact if F = I >= W and B <= F&B <= F +
-B. Inside a rank's own span, its idle time is shorter by (p/2 - 2) * (F + B - F&B), or by nothing if p = 2. With fewer
+B. Between a rank's own first and last entry, its idle time is shorter by (p/2 - 2) * (F + B - F&B), or by nothing if p = 2. With fewer
 microbatches, the order is that of a full pipeline without the missing microbatches.
 """
 
@@ -15,9 +15,9 @@ from megalith.schedule.action import Action, Computation, Overlap, Row, RowEntry
 
 
 def dualpipev(ranks: int, microbatches: int) -> Schedule:
-    """Build a schedule with two stages a rank in a V, as in ZB-V, and a steady state of overlapped entries. In the formulas for
-    its bubble and memory, p is the number of stages, 2 * ranks. DualPipeV equals DualPipe on half the ranks, but keeps no weights
-    twice.
+    """Build DualPipeV. Each rank has two stages, placed in a V as in ZB-V; in the steady state, all entries overlap. In the formulas
+    for idle time and memory, p is the number of stages, 2 * ranks. The schedule of a rank equals that of a rank of DualPipe on twice
+    as many ranks, but no stage is on two ranks.
     """
     full = max(microbatches, 2 * ranks)
 
@@ -28,8 +28,8 @@ def dualpipev(ranks: int, microbatches: int) -> Schedule:
 
 
 def dualpipe(ranks: int, microbatches: int) -> Schedule:
-    """Build two pipelines through the same ranks in opposite directions. Every stage has a copy on the rank that mirrors its own
-    rank.
+    """Build DualPipe: two pipelines through the same ranks in opposite directions. Each stage is on a rank and on the mirror rank of
+    this rank.
 
     In the formulas for its bubble and memory, p is the number of ranks, which is even. The first half of the microbatches (the
     larger half, if their number is odd) runs in one direction. Rank r and its mirror rank have the actions of rank min(r, ranks -
@@ -41,7 +41,7 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
 
     def row(rank: int) -> Row:
         def name(action: Action) -> Action | None:
-            if action.stage == rank:  # the direction in which stage s lives on rank s
+            if action.stage == rank:  # the direction in which rank s computes stage s
                 return action if number(action) < mirrored else None
             microbatch = number(action) + mirrored
             return Action(action.kind, action.stage, microbatch) if microbatch < microbatches else None
@@ -65,7 +65,7 @@ def _row(rank: int, ranks: int, microbatches: int) -> Row:
         row.weights()
         row.add("F", up)
     for i in range(microbatches - 2 * ranks + before):
-        if i == 0 and after == 0:  # where the V turns, what to go back with has just been made: overlapping would delay it
+        if i == 0 and after == 0:  # on the last rank, where the V turns, overlapping these two would lengthen the bubble
             row.add("F", down)
             row.add("B", up)
         else:
@@ -74,7 +74,7 @@ def _row(rank: int, ranks: int, microbatches: int) -> Row:
     for _ in range(after):
         row.add("B", up)
         row.overlap(up, down)
-    for i in range(2 * before):  # the second half of the last backwards is split: nobody waits for its W
+    for i in range(2 * before):  # the last half of these backwards is split into I and W, because no rank waits for W
         row.add("I" if i >= before else "B", up if i % 2 == 0 else down)
     for _ in range(after):
         row.weights()
@@ -85,7 +85,7 @@ def _row(rank: int, ranks: int, microbatches: int) -> Row:
 
 
 class _Row:
-    """A row that is being written, with the number of microbatches of each stage and a list of each W that must still follow."""
+    """A row under construction, with the number of microbatches added for each stage and the W actions that must still be added."""
 
     def __init__(self) -> None:
         self.entries: list[RowEntry] = []

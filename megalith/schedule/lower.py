@@ -19,9 +19,9 @@ WEIGHT_USERS: frozenset[str] = frozenset({"F", "B", "I"})
 
 
 class Channel(NamedTuple):
-    """An ordered sequence of messages from one rank to another, separated from other messages by a tag (gloo) or a communicator
-    (NCCL). If all messages of two ranks had one common order, the two directions, or activations and gradients, would wait for
-    each other."""
+    """An ordered sequence of messages from one rank to another. A tag (gloo) or a communicator of its own (NCCL) separates a channel
+    from other messages. Without this separation, messages in opposite directions, or activations and gradients, would wait for each
+    other."""
 
     source: int
     destination: int
@@ -39,10 +39,10 @@ class Program:
     pass tensors without messages. A GATHER makes a stage's weights whole until the end of its next computation (ZeRO 3) or of the
     step (ZeRO 1, 2). A REDUCE belongs to the backward just before it (B, or W if the backward is split) and covers all gradients
     that are not yet reduced. In the stages `retained`, the tensors that a forward keeps for its backward are moved off the
-    device. An OFFLOAD follows the forward, and ends the move of one microbatch's tensors. A FETCH begins the move back, one
-    computation before the backward (B or I). In a bidirectional schedule both copies of a stage take part in its collectives. The
-    two ranks of such a pair run their two stages in opposite orders, so every rank gathers its stages at the beginning of the row
-    and reduces them at the end, in ascending order.
+    device. An OFFLOAD follows each forward: there, the tensors of its microbatch have left the device. A FETCH begins to move them
+    back, one computation before the backward (B or I). In a bidirectional schedule the two ranks that hold a stage share its
+    collectives, but run their two stages in opposite orders. So every rank gathers its stages at the beginning of the row and reduces
+    their gradients at the end, in ascending order.
     """
 
     schedule: Schedule
@@ -183,7 +183,7 @@ def _receives(
     for i, entry in enumerate(row):
         for receive in filter(None, (needs(action, schedule) for action in parts(entry))):
             if receive not in turns:
-                found[max(i - ahead, 0)].append(receive)  # its sender is missing from the schedule: `problems` says so
+                found[max(i - ahead, 0)].append(receive)  # the schedule lacks the matching send, which `problems` reports
                 continue
             channel = channel_of(receive, schedule)
             found[max(i - ahead, 0)] += arrivals[channel][started[channel] : turns[receive] + 1]

@@ -23,7 +23,7 @@ class FleetSpec(Spec):
     no_spare: Literal["wait", "shrink", "stop"] = Field(
         default="wait",
         description="action when a node is lost and no spare is left; shrink: continue under the plan `fallback`, whose "
-        "results are not bitwise equal",
+        "results are not bitwise equal to those of the run's plan",
     )
     wait_limit: PositiveFloat = Field(
         default=3600.0,
@@ -55,9 +55,9 @@ class FleetSpec(Spec):
     )
     verify_every: NonNegativeInt = Field(
         default=0,
-        description="steps between verified steps, in which each rank recomputes a microbatch of another replica and the "
-        "update of its buddy. A persistent fault is detected within this many steps, a one-off fault only in a "
-        "verified step; 0: no step is verified",
+        description="steps between verified steps. In a verified step, each rank recomputes gradients of another replica, and "
+        "the update of the rank whose copy it keeps. A persistent fault is detected within this many steps, a one-off fault only in "
+        "a verified step; 0: no step is verified",
     )
     verify: Literal["one", "all"] = Field(
         default="one",
@@ -81,8 +81,8 @@ class FleetSpec(Spec):
     same_failure: PositiveInt = Field(
         default=3,
         ge=2,
-        description="the run stops when the same failure occurs at the same step for this number of times; after the second "
-        "time, it restores from the next slower tier",
+        description="the run stops when the same failure has occurred at the same step this number of times; after the second "
+        "time, the run restores from the next slower tier",
     )
     fruitless: PositiveInt = Field(
         default=10, description="the run stops after this number of consecutive starts in which no step was finished"
@@ -90,7 +90,7 @@ class FleetSpec(Spec):
     backoff: NonNegativeFloat = Field(
         default=1.0,
         description="seconds to wait after two consecutive starts without a finished step, or after a failed health check; "
-        "each further one doubles the wait",
+        "each further such start or check doubles the wait",
     )
     backoff_limit: NonNegativeFloat = Field(
         default=300.0, description="upper limit, in seconds, of the wait between starts or health checks"

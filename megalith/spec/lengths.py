@@ -16,10 +16,10 @@ DECAYING = ("wsd", "1-sqrt")
 
 
 def convert(tree: Tree, sources: MutableMapping[str, str]) -> None:
-    """Replace the lengths in a run file's values by numbers: the begins of phases and batch changes by samples, because the data
-    order depends on samples; all other lengths by steps, assuming that no update is skipped. The original text is added to
-    `sources`. A text that is not a length, or whose length depends on an invalid value, is left unchanged; `spec.validate`
-    refuses it."""
+    """Replace texts such as "500M tokens" in a run file's values by numbers. The begin of a phase or batch change becomes a number of
+    samples, because the data order depends on samples. Every other length becomes a number of steps, assuming that no update is
+    skipped. The original text is added to `sources`. A text that cannot be converted, because it is no length or because another value
+    is invalid, stays unchanged; `spec.validate` refuses it."""
     train, optimizer = _table(tree, "train"), _table(tree, "optimizer")
     length, batch = (_number(TrainSpec, name, train.get(name)) for name in ("seq_len", "global_batch"))
     if not _whole(length) or not _whole(batch):
@@ -43,7 +43,7 @@ def as_decay(updates: int, steps: int) -> float:
 
 
 def decay_updates(optimizer: OptimizerSpec, steps: int) -> float:
-    """Return the number of updates in the decay phase, which ends a run of `steps` steps."""
+    """Return the number of updates in the decay phase at the end of a run of `steps` steps."""
     return optimizer.decay if optimizer.decay > 1 else optimizer.decay * steps
 
 

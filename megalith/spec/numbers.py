@@ -155,7 +155,7 @@ class Precision:
         return (self.compute if self.emulated else self.factors).rate
 
 
-IN_8_BITS = Rounded(  # comments: the largest of 56 correct runs: 4 presets, 8 plans, seeds 1 to 4; `scale`: of 41
+IN_8_BITS = Rounded(  # comments: the largest value in 56 correct runs (4 presets, 8 plans, seeds 1 to 4); for `scale`, in 41
     loss=1e-3,  # 2e-4
     distance=4.0,  # 1.3
     least=2.0**-9,
@@ -165,11 +165,11 @@ IN_8_BITS = Rounded(  # comments: the largest of 56 correct runs: 4 presets, 8 p
     weights=0.25,  # 0.13
     tie=2.0**-8,
 )
-# 52 correct drawn runs on up to 4 ranks; the largest of the gaps that have no limit of their own: distance 1.4, norm 0.0035
+# Comments: the largest value in 52 correct drawn runs on up to 4 ranks. For limits taken from IN_8_BITS: distance 1.4, norm 0.0035
 IN_4_BITS = replace(
     IN_8_BITS,
     weights=0.5,  # 0.28
-    maxima=0.4,  # 0.30; of 18 runs in which each rank takes its part for the whole the smallest is 0.50
+    maxima=0.4,  # 0.30; at least 0.50 in 18 runs in which each rank wrongly uses the maximum of its own part
 )
 
 PRECISIONS: Mapping[str, Precision] = {
@@ -182,7 +182,7 @@ PRECISIONS: Mapping[str, Precision] = {
             factors=BF16,
             parity=Rounded(
                 loss=1e-3,  # 1e-4
-                distance=4.0,  # 2.8, in a model whose ReLUs switch; 1.6 in the others
+                distance=4.0,  # 2.8 in a model with ReLUs whose inputs change sign; 1.6 in other models
                 least=2.0**-9,
                 scale=0.005,  # 0.0 in 18 runs
                 microbatch=0.008,  # 0.004
@@ -198,12 +198,12 @@ PRECISIONS: Mapping[str, Precision] = {
             scaled=True,
             parity=Rounded(
                 loss=1e-4,  # 2e-5
-                distance=64.0,  # 33, in a model whose ReLUs switch; 1.3 in the others
+                distance=64.0,  # 33 in a model with ReLUs whose inputs change sign; 1.3 in other models
                 least=2.0**-12,
-                scale=0.012,  # 0.0 in 18 runs, none of a model with ReLUs, which may switch
+                scale=0.012,  # 0.0 in 18 runs of models without ReLUs
                 microbatch=0.002,  # 3e-4
                 norm=0.002,  # 3e-4
-                weights=0.25,  # 0.12, as in bf16: one of 288 elements whose gradient is nearly 0 changes its sign; 0.016 where none does
+                weights=0.25,  # 0.12 if the gradient of one of 288 elements is nearly 0 and changes its sign, as in bf16; else 0.016
                 tie=2.0**-11,
             ),
         ),
@@ -287,7 +287,7 @@ less than a tile."""
 
 class PrecisionSpec(Spec):
     """Settings of the 8- and 4-bit precisions. "narrow" is the 8- or 4-bit format and "wide" is bf16. Embedding, head, router and
-    norms are always wide. Weight gradients of experts are also wide, because the plan would decide which tokens share a tile."""
+    norms are always wide. Weight gradients of experts are also wide: otherwise the plan would decide which tokens share a tile."""
 
     input_gradient: Literal["narrow", "wide"] = Field(
         default="narrow", description="format of the inputs of matrix products that compute gradients of activations"
@@ -299,13 +299,13 @@ class PrecisionSpec(Spec):
     gradients: Literal["e4m3", "e5m2"] = Field(default="e4m3", description="8-bit format of gradients that enter matrix products")
     granularity: Granularity = Field(
         default="tile",
-        description="set of numbers that share one scale in fp8. `tile`: a tile of tile x tile or 1 x tile numbers. `row`: a "
-        "row along the inner dimension of a matrix product. `tensor`: the whole tensor of a microbatch",
+        description="numbers that share one scale in fp8. `tile`: tile x tile numbers of a weight, tile numbers of another tensor. "
+        "`row`: a row along the inner dimension of a matrix product. `tensor`: the whole tensor of a microbatch",
     )
     scale: Literal["up", "ocp", "fp32"] = Field(
         default="up",
-        description="8-bit scales. `up`: the smallest power of two at which nothing saturates. `ocp`: OCP's, rounded down. "
-        "`fp32`: any fp32 number, in fp8 only",
+        description="8-bit scales. `up`: the smallest power of two at which no number saturates. `ocp`: OCP's power of two, which is "
+        "rounded down. `fp32`: any fp32 number, in fp8 only",
     )
     history: NonNegativeInt = Field(
         default=0,
@@ -317,7 +317,7 @@ class PrecisionSpec(Spec):
     )
     hadamard: bool | None = Field(
         default=None,
-        description="random Hadamard transform, over the tokens of a tile, of the inputs of weight-gradient products; "
+        description="apply a random Hadamard transform, over the tokens of a tile, to the inputs of weight-gradient products; "
         "default: true in nvfp4, mxfp4",
     )
     tile: PositiveInt | None = Field(
@@ -351,7 +351,7 @@ class PrecisionSpec(Spec):
         default="wide",
         description="format in which inputs are kept for backward. In 8-bit precisions, fp8 keeps the inputs of 8-bit matrix "
         "products as forward rounded them. In bf16, fp8 keeps the inputs of matrix products and of activation "
-        "functions in blocks, so that weight gradients are computed from rounded inputs",
+        "functions inside blocks, so that weight gradients are computed from rounded inputs",
     )
     gather: Literal["wide", "fp8"] = Field(
         default="wide",

@@ -10,7 +10,7 @@ from megalith.spec.fleet import FleetSpec
 
 
 class TierSeconds(Spec):
-    """Seconds for each tier of copies. A tier that is None keeps the time of the profile or log."""
+    """Seconds for each tier of copies. A tier whose value is None takes its time from the recovery profile or the log."""
 
     memory: NonNegativeFloat | None = None
     buddy: NonNegativeFloat | None = None
@@ -19,7 +19,7 @@ class TierSeconds(Spec):
 
 
 class LatencySpec(Spec):
-    """Durations of the parts of a recovery, which replace those of the recovery profile or the log."""
+    """Durations of the parts of a recovery. Each given duration replaces the value of the recovery profile or the log."""
 
     crash: NonNegativeFloat | None = Field(default=None, description="seconds from a rank's death until it is detected")
     hang: NonNegativeFloat | None = Field(default=None, description="seconds from the start of a hang until it is detected")
@@ -28,7 +28,7 @@ class LatencySpec(Spec):
         default=None, description="seconds from the decision to restart until ranks can restore the state"
     )
     replace: NonNegativeFloat | None = Field(
-        default=None, description="seconds that a restart takes longer if a spare node joins"
+        default=None, description="additional seconds of a restart in which a spare node joins"
     )
     restore: TierSeconds = Field(default=TierSeconds(), description="seconds to restore from each tier")
     stall: TierSeconds = Field(
@@ -46,7 +46,7 @@ class LatencySpec(Spec):
 
 
 class SimulationSpec(Spec):
-    """A long run with faults. If a key is None, the run file gives its value; without a run file, the key's description does."""
+    """A long run with faults. A key that is None gets its value from the run file or, without one, the default in its description."""
 
     days: PositiveFloat = Field(default=30.0, description="length of the run in days")
     checkpoint_every: PositiveFloat | None = Field(
@@ -58,12 +58,13 @@ class SimulationSpec(Spec):
     )
     state_bytes: PositiveFloat | None = Field(
         default=None,
-        description="bytes of weights and moments over all ranks, which determine the time of buddy copies; default: those of "
-        "the run's model",
+        description="bytes of the weights and moments of all ranks together, from which the time of a buddy copy is computed; "
+        "default: the bytes for the run's model",
     )
     storage: PositiveFloat | None = Field(
         default=None,
-        description="bytes/s of the shared store, which determine the time of checkpoints; default: those of the profile or log",
+        description="bytes/s of the shared store, from which the times of checkpoints are computed; default: the profile or log "
+        "gives these times",
     )
     profile: Literal["cold", "warm", "memory"] = Field(default="warm", description="assumed speed of recovery")
     planned: NonNegativeFloat = Field(default=0.0, description="planned stops a day; Llama 3 405B had 0.87 (47 in 54 days)")
@@ -73,19 +74,19 @@ class SimulationSpec(Spec):
     )
     merge_every: PositiveFloat | None = Field(
         default=None,
-        description="seconds of training between two merges; default: the time of the run's inner_steps / fragments steps, or 300",
+        description="seconds of training between two merges; default: the time of sites.inner_steps / sites.fragments steps, or 300",
     )
     merge_seconds: NonNegativeFloat | None = Field(
         default=None, description="seconds that a merge delays a site; default: the prediction for the run's sites.link, or 0"
     )
     return_seconds: NonNegativeFloat | None = Field(
         default=None,
-        description="seconds until a returning site has received the other sites' weights; default: the time of 8 bytes per "
-        "parameter over the run's link, or 60",
+        description="seconds that a returning site needs to receive the weights from the other sites; default: the time in which "
+        "sites.link carries 8 bytes per parameter, or 60",
     )
     grace: PositiveFloat | None = Field(
         default=None,
-        description="seconds that a merge waits for a site; default: the run's sites.grace, or the time of its inner_steps",
+        description="seconds that a merge waits for a site; default: the run's sites.grace, or the time of sites.inner_steps steps",
     )
     patience: PositiveFloat | None = Field(
         default=None,
@@ -100,13 +101,13 @@ class SimulationSpec(Spec):
         description="number of merges that a slow site may miss before other sites wait for it; default: the run's sites.staleness, or 0",
     )
     interruptions: NonNegativeFloat | None = Field(
-        default=None, description="unexpected interruptions per device-hour; default: the cluster's"
+        default=None, description="unexpected interruptions per device-hour; default: the value for the cluster"
     )
     fleet: FleetSpec = Field(
         default=FleetSpec(), description="spare nodes, copies of the state and recovery policy, as in [fleet] of a run file"
     )
     reliability: Reliability = Field(
         default=Reliability(),
-        description="fault rates and repair times of nodes; a key that is not given has the cluster's value",
+        description="fault rates and repair times of nodes; a key that is left out has its value for the cluster",
     )
     latencies: LatencySpec = Field(default=LatencySpec(), description="measured durations of the parts of a recovery")

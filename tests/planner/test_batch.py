@@ -66,7 +66,7 @@ def test_the_batch_from_which_on_losses_are_worse_is_found():
     found = judge(_losses({0.5: -0.002, 1.0: 0.0, 2.0: 0.004, 4.0: 0.2}, 0.001), batch=64, seq_len=128, tolerance=0.005)
     assert [row.verdict for row in found.rows] == ["as good", "as good", "as good", "worse"]
     assert (found.critical, found.begins) == (128, 256)
-    assert "between 128 and 256 sequences" in found.words
+    assert found.words.startswith("With 128 sequences a step,") and "with 256, it is worse" in found.words
     assert found.rows[3].excess == pytest.approx(0.2, abs=0.01) and (found.rows[3].error or 1.0) < 0.01
 
 
@@ -75,7 +75,7 @@ def test_noise_decides_nothing_and_what_is_not_worse_has_no_end():
     assert {row.verdict for row in noisy.rows if row.factor > 1} == {"not decided"} and noisy.begins is None
     assert noisy.words.startswith("No batch above the run's own 8 sequences has a clear verdict")
     good = judge(_losses({1.0: 0.0, 2.0: 0.0}, 0.001), batch=8, seq_len=16, tolerance=0.005)
-    assert (good.critical, good.begins) == (16, None) and "the largest batch with a verdict" in good.words
+    assert (good.critical, good.begins) == (16, None) and "No larger batch has a verdict" in good.words
 
 
 def test_one_replica_has_no_error_and_says_so():

@@ -265,7 +265,7 @@ def test_plans_that_a_part_is_not_declared_for_are_refused() -> None:
     ("model", "fault", "says"),
     [
         ({"mlp": f"{HERE}:ODD"}, "random", "gives another result when called again"),
-        ({"mlp": f"{HERE}:ODD"}, "mixes", "works on each token alone"),
+        ({"mlp": f"{HERE}:ODD"}, "mixes", "must process each token separately"),
         ({"mlp": f"{HERE}:ODD"}, "shape", "return the same shape"),
         ({"mlp": f"{HERE}:ODD"}, "buffer", "has buffers (seen)"),
         ({"mlp": f"{HERE}:ODD"}, "norm over a cut", "do not add up to the whole"),

@@ -18,7 +18,7 @@ class Piece:
     to_theirs: Convert
     to_ours: Convert
     copied: bool = False
-    """True if each of transformers' tensors holds all the numbers: the first tensor is read, and the others are compared with it.
+    """True if all of transformers' tensors hold the same numbers: the first tensor is read, and the others are compared with it.
     """
 
     def under(self, ours: str, theirs: str) -> "Piece":
@@ -84,13 +84,13 @@ def stacked(ours: str, theirs: str, count: int) -> Piece:
 
 
 def layers(pieces: Iterable[Piece], numbers: Iterable[int], theirs: str = "model.layers.") -> list[Piece]:
-    """Return the pieces of a block for each layer in `numbers`."""
+    """Return the pieces of a block once for each layer in `numbers`, with the layer's tensor names."""
     pieces = list(pieces)
     return [piece.under(f"blocks.{i}.", f"{theirs}{i}.") for i in numbers for piece in pieces]
 
 
 def convert_to_theirs(pieces: Iterable[Piece], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our weights as theirs."""
+    """Convert Megalith's weights to transformers'."""
     found: dict[str, Tensor] = {}
     for piece in pieces:
         found |= zip(piece.theirs, piece.to_theirs([weights[name] for name in piece.ours]), strict=True)
@@ -108,7 +108,7 @@ def convert_to_ours(pieces: Iterable[Piece], weights: Mapping[str, Tensor]) -> d
 EMBEDDING = same("embedding.weight", "model.embed_tokens.weight")
 FINAL_NORM = same("head.norm.weight", "model.norm.weight")
 OUTPUT = same("head.output.weight", "lm_head.weight")
-"""Pieces of a model's embedding and output, under the names that most families use."""
+"""Pieces of a model's embedding, final norm and output layer. transformers uses these tensor names in most families."""
 
 ATTENTION = [same(f"attention.{ours}.weight", f"self_attn.{ours[0]}_proj.weight") for ours in ("q", "k", "v", "out")]
 GATED_MLP = [same(f"mlp.{part}.weight", f"mlp.{part}_proj.weight") for part in ("gate", "up", "down")]
@@ -116,7 +116,7 @@ NORMS = [
     same("attention_norm.weight", "input_layernorm.weight"),
     same("mlp_norm.weight", "post_attention_layernorm.weight"),
 ]
-"""Pieces of a block, under the names that most families use."""
+"""Pieces of a block's attention, gated MLP and norms. transformers uses these tensor names in most families."""
 
 
 def ends(tied: bool) -> list[Piece]:

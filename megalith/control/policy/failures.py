@@ -21,7 +21,7 @@ def rank_failed(state: State, observation: observations.RankFailed, fleet: Fleet
         else f"the process that starts the ranks on {observation.node}"
     )
     reason = f"{who}: {(observation.text or observation.signature).rstrip('.')}"
-    if not observation.blamed:  # the program's own error: no node is at fault, whichever rank met it
+    if not observation.blamed:  # the program's own error: no node is at fault, whichever rank raised it
         return after_failure(
             state, [], observation, fleet, key=observation.signature, reason=reason, code=ExitCode.FAILED, rank=observation.rank
         )
@@ -45,8 +45,8 @@ def _broken(state: State, observation: Observation, fleet: FleetSpec, *, node: s
 def _after_fault_of_node(
     state: State, observation: Observation, fleet: FleetSpec, *, node: str, rank: int | None, key: str, reason: str
 ) -> Decision:
-    """Exclude a node only after several faults, because a single one may be chance, and only if a spare can replace it. If
-    similar faults on several nodes recur at one step, the nodes are not the cause, and the run stops.
+    """Restart after a fault of a node. Exclude the node only if it had several faults, because a single fault may be chance, and only
+    if a spare can replace the node. If similar faults recur at one step on several nodes, stop: the nodes are not the cause.
     """
     state, lemon = blame(state, node, observation, fleet)
     state, together = repeated(state, key, observation)
@@ -64,9 +64,9 @@ def _after_fault_of_node(
 
 
 def hang(state: State, observation: observations.Hang, fleet: FleetSpec) -> Decision:
-    """Respond to a hang. The rank for which the others wait is known from phases and collectives; if they do not show it, no node
-    is blamed."""
-    if observation.silence < observation.limit:  # it works, but its start took too long
+    """Respond to a hang. Phases and collectives show for which rank the other ranks wait; if they show no such rank, no node is
+    blamed."""
+    if observation.silence < observation.limit:  # the rank sends heartbeats, but its start took too long
         reason = f"was not ready within {observation.limit:.3g} s after its start, in phase `{observation.phase}`"
     else:
         reason = f"no heartbeat for {observation.silence:.3g} s (limit {observation.limit:.3g} s) in phase `{observation.phase}`"
@@ -81,15 +81,15 @@ def hang(state: State, observation: observations.Hang, fleet: FleetSpec) -> Deci
 
 
 def nonfinite(state: State, observation: observations.Nonfinite, fleet: FleetSpec) -> Decision:
-    """Respond to a gradient that is not finite: repeat the step. If the gradient is not finite again, the cause is the numerics
-    if another replica gets the same result, else the rank's node."""
+    """Respond to a gradient that is not finite: repeat the step. If the repeated gradient is not finite either, another replica computes
+    it: the numerics are the cause if the other replica gets the same result, and the rank's node if it gets finite numbers."""
     runs = state.reruns.get(observation.step, 0)
     what = f"a gradient of {observation.name} is not finite in step {observation.step + 1} (rank {observation.rank} on {observation.node})"
     if runs == 0:
         state = replace(state, reruns={**state.reruns, observation.step: 1})
-        return Decision((RerunStep(observation.step),), state, f"{what}: run it again")
+        return Decision((RerunStep(observation.step),), state, f"{what}: repeat the step")
     if observation.elsewhere == "reproduced":
-        seen = f"{what}, also when the step was repeated and on another replica"
+        seen = f"{what}; repeating the step and computing it on another replica gave the same result"
         report = f"{seen}. The numerics are the cause, so a restart does not help. No weight was changed. {observations.NUMERICS}"
         return stop(state, [], ExitCode.FAILED, report, rank=observation.rank)
     if observation.elsewhere == "clean":
@@ -103,15 +103,14 @@ def nonfinite(state: State, observation: observations.Nonfinite, fleet: FleetSpe
         return after_failure(
             state, commands, observation, fleet, key=key, reason=what, blamed=observation.node, rank=observation.rank
         )
-    reason = f"{what}, also when the step was repeated; no other replica could compute the step"
+    reason = f"{what}; repeating the step gave the same result, and no other replica could compute the step"
     return after_failure(
         state, [], observation, fleet, key="not finite", reason=reason, code=ExitCode.FAILED, rank=observation.rank
     )
 
 
 def state_corrupt(state: State, observation: observations.StateCorrupt, fleet: FleetSpec) -> Decision:
-    """Respond to altered state in a rank's memory. The newest copy is good, because copies are made only while the digest is
-    right."""
+    """Respond to altered state in a rank's memory. The newest copy is good, because a state with a wrong digest is not copied."""
     reason = f"the state of rank {observation.rank} on {observation.node} has a wrong digest ({observation.where})"
     return _after_fault_of_node(
         state, observation, fleet, node=observation.node, rank=observation.rank, key="corrupt state", reason=reason
@@ -119,8 +118,8 @@ def state_corrupt(state: State, observation: observations.StateCorrupt, fleet: F
 
 
 def gradient_wrong(state: State, observation: observations.GradientWrong, fleet: FleetSpec) -> Decision:
-    """Respond to a wrong gradient. Copies newer than the last verified step are not used, because they may be wrong. Suspects are
-    replaced as far as there are spares."""
+    """Respond to a wrong gradient. Copies that are newer than the last verified step may be wrong, so they are not restored. Spares
+    replace as many of the suspected nodes as possible."""
     tainted = tuple((copy.tier, copy.step, None) for copy in state.copies if copy.step > observation.good_step)
     known = observation.suspects[0] if len(observation.suspects) == 1 else None
     reason = f"wrong gradients after step {observation.good_step}, computed by {' or '.join(observation.suspects)}"
@@ -148,12 +147,12 @@ def gradient_wrong(state: State, observation: observations.GradientWrong, fleet:
 
 
 def straggler(state: State, observation: observations.Straggler, fleet: FleetSpec) -> Decision:
-    """Replace a slow node once it has cost as much time as its replacement will cost. The total cost is then at most twice the
-    lowest possible one."""
+    """Replace a slow node once its slowness has cost the run as much time as the replacement will cost. The total cost is then at most
+    twice the lowest possible cost."""
     reason = f"rank {observation.rank} on {observation.node} computes {observation.ratio:.2f} times as long as the others"
     slot = state.slot(observation.node)
     if observation.lost < observation.replacing or not state.spares or slot is None:
-        return Decision((), state, f"{reason}: tolerate it", observation.node, observation.rank)
+        return Decision((), state, f"{reason}: tolerate the slow node", observation.node, observation.rank)
     state, _ = blame(state, observation.node, observation, fleet)
     state, commands = evict(state, slot, observation, fleet, because=reason, forced=False)
     return restart(state, commands, observation, fleet, reason=reason, blamed=observation.node, rank=observation.rank)

@@ -1,9 +1,9 @@
 """A key-value store that only the processes of one run can use: it authenticates them, limits its memory, and listens at one
 address.
 
-One process, one thread. A connection without proof of the key can use only the memory for a proof, for a few seconds, and its
-number is limited: when all places are taken, a new connection replaces the oldest one. So even 4,000 idle connections of
-strangers do not affect the run's processes.
+One process, one thread. A connection that has not proved that it knows the key uses only the memory for this proof, for a few
+seconds. The number of such connections is limited: beyond the limit, a new one replaces the oldest one. So even 4,000 idle
+connections of strangers do not affect the run's processes.
 """
 
 import errno
@@ -23,18 +23,18 @@ from megalith.fleet.secure.messages import Operation
 from megalith.fleet.secure.session import PROOF_BYTES, Opener, Sealer, ServerHandshake, TooLong
 
 LISTEN = "MEGALITH_LISTEN"
-"""Environment variable with the address at which to listen, if other machines reach this one at an address that it does not have
-itself; "0.0.0.0" means all addresses."""
+"""Environment variable with the address at which to listen, if other machines reach this machine at an address that none of its own
+interfaces has; "0.0.0.0" means all addresses."""
 
 READ_BYTES = 1 << 18
-ACCEPTS = 64  # connections taken in one turn: those that are proved are served in between
+ACCEPTS = 64  # connections accepted in one turn, so that clients are served between turns
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of the store. `unproved`: number of connections that have not proved the key, each for at most `seconds`. `clients`:
-    number of connections that have proved it. `stored`: bytes of keys and values. `waiting`: bytes of replies that a client has
-    not read yet."""
+    """Upper limits of the store. `unproved`: number of connections that have not proved yet that they know the key; `seconds`: time for
+    this proof. `clients`: number of connections with a proof. `stored`: bytes of all keys and values. `waiting`: bytes of replies that
+    one client has not read yet."""
 
     unproved: int = 128
     seconds: float = 5.0
@@ -57,7 +57,7 @@ class _Client:
     opener: Opener
     sealer: Sealer
     out: bytearray = field(default_factory=bytearray)
-    waits_for: list[bytes] = field(default_factory=list)  # keys; empty: it waits for none
+    waits_for: list[bytes] = field(default_factory=list)  # keys for which the client waits
     until: float = 0.0
 
 
@@ -95,7 +95,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def is_loopback(host: str) -> bool:
-    """True if a host name refers to the local machine on every machine, as "localhost" does."""
+    """True if a host name means, on every machine, that machine itself, as "localhost" does."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -145,7 +145,7 @@ class StoreServer:
         for _ in range(ACCEPTS):
             try:
                 connection, _ = self._server.accept()
-            except OSError as error:  # none, or gone again
+            except OSError as error:  # no connection is waiting, or it was closed
                 if error.errno in (errno.EMFILE, errno.ENFILE) and self._unproved:
                     self._dismiss(next(iter(self._unproved)), "crowded")
                 return
@@ -156,7 +156,7 @@ class StoreServer:
             try:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                connection.send(handshake.greeting)  # an empty buffer of the kernel takes it whole
+                connection.send(handshake.greeting)  # the kernel's empty send buffer holds all of it
             except OSError:
                 connection.close()
                 continue
@@ -229,7 +229,7 @@ class StoreServer:
         try:
             operation, fields = messages.unpack(payload)
             reply = self._done(client, operation, fields)
-        except (ValueError, IndexError) as error:  # of a process with the key: another version
+        except (ValueError, IndexError) as error:  # a process of the run has another version
             reply = messages.pack(Operation.ERROR, f"not understood: {error}".encode())
         if reply is not None:
             self._reply(client, reply)

@@ -27,12 +27,12 @@ from megalith.train.state import State
 WINDOW = 10
 """Number of recent updates that determine whether the first pass of a step updates."""
 MAXIMUM = 5
-"""If at most this many of the last WINDOW updates were clipped, the first pass of a step updates. If more were clipped, the updates written
-in vain would cost more than the second passes that they save."""
+"""The first pass of a step makes the update if at most this many of the last WINDOW updates were clipped. If more were clipped, discarded
+updates would cost more time than the avoided second passes would save."""
 
 
 class Pace:
-    """Decides whether the first pass of a step updates, only from the last updates, which all ranks know."""
+    """Decides whether the first pass of a step makes the update. The decision depends only on the last updates, so all ranks agree."""
 
     def __init__(self) -> None:
         self._clipped = deque[bool](maxlen=WINDOW)
@@ -57,8 +57,8 @@ class Pace:
 
 @dataclass(frozen=True)
 class UpdateRequest:
-    """A request for one pass over the step. `factor`: multiplies all gradients; None: only measure the gradients. `number`, `lr`: the
-    update to make."""
+    """A request for one pass over the step. `factor`: the factor for all gradients; None: only measure the gradients. `number`, `lr`: the
+    number and the learning rate of the update."""
 
     factor: float | None
     number: int
@@ -83,7 +83,7 @@ class Release:
         """`stages`: for each of this rank's stages, the buckets that it uses."""
         self.state, self.rule, self.parameters, self.clock = state, rule, parameters, clock
         used = Counter(bucket for buckets in stages for bucket in {*buckets})
-        # what other ranks or another stage of this rank add to is complete only after the last backward
+        # a gradient to which other ranks or another stage of this rank add is complete only after the last backward
         apart = {*shared.partial, *shared.tied}
         apart |= {name for name, weight in weights.items() if any(weight in b.weights for b, times in used.items() if times > 1)}
         self._names = {weight: name for name, weight in weights.items() if name not in apart}

@@ -24,11 +24,11 @@ Call = Callable[[nn.Module, Tensor, Batch], Tensor]
 
 
 def try_parts(sizes: OwnPartsSpec, *, masked: bool) -> None:
-    """In a small model of this family, run each own part forward and backward on the CPU, once whole and once as two tensor-parallel ranks
-    would.
+    """Build a small model of this family, and run each of the user's own parts forward and backward on the CPU: once whole, and once split
+    as for two tensor-parallel ranks.
 
-    Raises own.OwnPartError if a part draws random numbers, changes the shape, uses tokens that it must not see, or gives other results when
-    it is cut as declared. `masked`: documents of a sequence must not see each other."""
+    Raises own.OwnPartError if a part draws random numbers, changes the shape, uses tokens that it must not see, or gives other results with
+    its declared cuts. `masked`: documents of a sequence must not see each other."""
     small: Any = sizes  # every family has `small` and `build`
     spec = small.small(layers=1, unit=RANKS, heads_unit=RANKS).build()
     try:
@@ -36,7 +36,7 @@ def try_parts(sizes: OwnPartsSpec, *, masked: bool) -> None:
             stage = Stage(spec, 1, 2)
         stage.to_empty(device="cpu")
     except own.OwnPartError as error:
-        raise own.OwnPartError(f"{error} (in a small model of dim = {spec.dim}, which parity builds too)") from error
+        raise own.OwnPartError(f"{error} (in the small model with dim = {spec.dim} in which own parts are tried)") from error
     block: Any = stage.blocks["0"]
     generator = torch.Generator().manual_seed(0)
     for module in (block.attention, block.mlp, block.attention_norm):
@@ -73,7 +73,7 @@ def _try(module: nn.Module, declared: OwnModule, x: Tensor, stage: Stage, *, mas
         if kind == "attention":
             _try_sight(module, declared, x, out, batch, stage, masked=masked)
         elif not _same(out, _in_halves(module, x, positions, stage, call)):
-            raise own.OwnPartError(f"{name} lets tokens see each other, but {kind} works on each token alone")
+            raise own.OwnPartError(f"{name} lets tokens see each other, but an own {kind} must process each token separately")
     if (declared.cuts or kind == "attention") and all(tensor.units % RANKS == 0 for tensor in declared.tensors.values()):
         _try_cuts(module, declared, x, batch, call)
 
@@ -92,7 +92,7 @@ def _try_sight(
         changed = torch.cat((x[:, :HALF] + 1, x[:, HALF:]), dim=1)
         if not _same(module(x, two)[:, HALF:], module(changed, two)[:, HALF:]):
             raise own.OwnPartError(
-                f"{declared.name} lets documents see each other, but data.document_mask is true. Mask by batch.segments as self.core does"
+                f"{declared.name} lets documents see each other, but data.document_mask is true. Mask by batch.segments, as self.core does"
             )
     if PARTS[declared.name].core:
         core, module.core = module.core, _Alone()
@@ -101,9 +101,9 @@ def _try_sight(
             assert batch.positions is not None
             if not _same(module(x, batch), _in_halves(module, x, batch.positions, stage, call)):
                 raise own.OwnPartError(
-                    f"{declared.name} says core = True, but a token's result changes if its sequence is cut before it. So the part counts "
-                    "positions itself, or also lets tokens see each other outside self.core. Take positions from batch.positions or "
-                    "batch.rotary, or say core = False"
+                    f"{declared.name} declares core = True, but a token's result changes if the tokens before it are cut off, even with a "
+                    "core in which each token sees only itself. So the part counts positions itself, or lets tokens see each other outside "
+                    "self.core. Take positions from batch.positions or batch.rotary, or declare core = False"
                 )
         finally:
             module.core = core
@@ -137,14 +137,14 @@ def _try_cuts(module: nn.Module, declared: OwnModule, x: Tensor, batch: Batch, c
         mine = module.get_parameter(name).grad
         if mine is not None and not _same(mine, joined):
             raise own.OwnPartError(
-                f"the gradient of {name} in {declared.name}, cut as declared, has a relative error of {_gap(mine, joined):.2g}"
+                f"with the declared cuts, the gradient of {name} in {declared.name} has a relative error of {_gap(mine, joined):.2g}"
             )
     for copy in (module, *copies):
         copy.zero_grad()
     assert whole_x.grad is not None and cut_x.grad is not None
     if not _same(whole_x.grad, cut_x.grad):
         raise own.OwnPartError(
-            f"the gradient of x through {declared.name}, cut as declared, has a relative error of {_gap(whole_x.grad, cut_x.grad):.2g}"
+            f"with the declared cuts, the gradient of x in {declared.name} has a relative error of {_gap(whole_x.grad, cut_x.grad):.2g}"
         )
 
 

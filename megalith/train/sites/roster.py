@@ -1,6 +1,6 @@
-"""One site's record of the other sites: the newest start of each site, whether this start takes part in the line of merges, and when it
-last sent a message. Messages count, not connections, because a cut connection looks intact for a while. Starts are distinguished, because a
-restarted site knows nothing about the line in which its earlier start took part.
+"""One site's record of the other sites: the newest start of each site, whether this start takes part in the line of merges (all merges
+since the sites last began together), and when it last sent a message. Only messages show that a site is present, because a cut connection
+looks intact for a while. Starts are distinguished, because a restarted site knows nothing about the merges before its restart.
 """
 
 import time
@@ -12,9 +12,9 @@ class SiteRoster:
 
     def __init__(self, site: int) -> None:
         self._site = site
-        self._newest: dict[int, bytes] = {}  # each other site, by the newest start of its ranks that came
-        self._ours: dict[int, bytes] = {}  # those that take part, by the start that does
-        self._spoke: dict[int, tuple[bytes, float]] = {}  # the start that last took part or followed, and when
+        self._newest: dict[int, bytes] = {}  # for each other site, the newest start of its ranks that has connected
+        self._ours: dict[int, bytes] = {}  # for each site that takes part in the line of merges, the start that does
+        self._spoke: dict[int, tuple[bytes, float]] = {}  # for each site, the start that last sent a message, and when
 
     def __contains__(self, site: int) -> bool:
         """True for a site that has connected to this one."""
@@ -57,7 +57,7 @@ class SiteRoster:
         return site == self._site or (site in self._ours and self._newest.get(site) == self._ours[site])
 
     def present(self, since: float) -> set[int]:
-        """Return this site, and the sites whose newest start has sent a message since `since`, so that their connections work."""
+        """Return this site, and the sites whose newest start has sent a message since `since`, which shows that their connections work."""
         return {self._site} | {site for site in self._speakers() if self._spoke[site][1] >= since}
 
     def followers(self) -> set[int]:

@@ -17,8 +17,8 @@ from megalith.train.stability.extremes import LOGITS, FirstRise
 from megalith.train.stability.history import Departure, LearningRateJump
 
 Reason = Literal["not finite", "spike"]
-MOVED = 1.5  # times that the largest output of a part must grow to have moved
-NAMED = 5  # samples that the evidence names
+MOVED = 1.5  # factor by which the largest output of a part must grow for the part to count as moved
+NAMED = 5  # largest number of samples that the evidence lists
 
 
 class SpikeError(ArithmeticError):
@@ -75,9 +75,9 @@ class Findings:
     first: str = ""
     """The numbers of the step's first computation, as text."""
     sound: bool | None = None
-    """True if the previous batch still has the loss that it had in its own step; None if this was not examined."""
+    """True if the batch of the previous step, computed again, has the same loss as in that step; None if it was not computed again."""
     batch_before: str = ""
-    """The loss of the previous batch, then and now, as text."""
+    """Text with the loss of the previous step's batch in that step, and its loss now."""
     jump: LearningRateJump | None = None
     samples: tuple[SampleLoss, ...] = ()
     """The step's samples with the largest losses, largest first."""
@@ -88,9 +88,9 @@ class Findings:
     replayed: RecomputedWindow | None = None
     moved: OutputGrowth | None = None
     risen: FirstRise | None = None
-    """The first extreme that rose: in the spike or, if no step was recomputed, before it."""
+    """The first extreme that rose in the spike; if no step was recomputed, the first one that rose before the spike."""
     compared: bool = False
-    """True if the outputs of all parts were compared with those that the weights of the restored copy give."""
+    """True if the largest outputs of the parts with the damaged weights were compared with those of the restored copy's weights."""
     reported: bool = False
     """True if non-finite numbers were reported to the fleet, which logs its own event."""
 
@@ -131,8 +131,10 @@ class Findings:
 
     def _part(self) -> str:
         if self.moved is None:
-            return "no part's largest output grew, so the damage shows first in the head"
-        return f"{self.moved.part} is the first part whose largest output grew, from {self.moved.was:.3g} to {self.moved.now:.3g}"
+            return "no part's output is much larger with the damaged weights than with the good ones, so the damage shows first in the head"
+        one = self.moved
+        larger = f"is much larger with the damaged weights ({one.now:.3g}) than with the good ones ({one.was:.3g})"
+        return f"{one.part} is the first part whose output {larger}"
 
     def _samples(self) -> str:
         first, end = self.read

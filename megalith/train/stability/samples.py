@@ -1,4 +1,4 @@
-"""Measures the loss of each sample of a step on request, by computing the head's own loss again for one row at a time."""
+"""Measures the loss of each sample of a step on request: the head computes its loss again, separately for each row of a microbatch."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,19 +13,19 @@ from megalith.train.assemble import Trainer
 
 
 class SampleLosses:
-    """Collects the losses of this rank's samples until `close`; a rank without the head collects none. Ranks that share a sequence have
-    parts of its loss."""
+    """Collects the losses of this rank's samples until `close`; a rank without the head collects none. If several ranks split a sequence,
+    each collects the loss of its part."""
 
     def __init__(self, trainer: Trainer, *, count: int) -> None:
         """`count`: the number of this rank's samples in the step. Losses that are computed later are ignored."""
-        # before the healer asks, a step that is verified is computed again, for other ranks' samples too
+        # later losses may be those of other ranks' samples, which verification computes before the losses are requested
         self._count = count
         self._losses: list[tuple[float, int]] = []
         self._calls = 0
         heads = [module for stage in trainer.stages.values() for module in stage.modules() if isinstance(module, Head)]
         self._every = (
             1 + len(heads[0].ahead) if heads else 1
-        )  # those of multi-token prediction come after the next one, by the same output
+        )  # after the loss of the next token, multi-token prediction computes its losses with the same output layer
         self._hooks = [head.output.loss.register_forward_hook(self._take, with_kwargs=True) for head in heads]
         self._busy = False
 
