@@ -232,8 +232,9 @@ class Layout:
     (`parallel.moe_overlap`)."""
     recompute: str = "none"
     """`none`, `full`, or the names of the recomputed parts, separated by commas."""
-    waits: bool = False
-    """True if the weight gradients of recomputed parts are deferred like others (`kernels.deferred`)."""
+    defers_recomputed: bool = True
+    """True if weight gradients of recomputed parts are deferred like others (`kernels.deferred`). A backward that is not split is traced as
+    if they were."""
     actions: tuple[tuple[str, Action], ...] = ()
     """Actions of named parts for the tensors that they keep, except recomputation (`Plan.actions`)."""
     rounded_tile: int = 128

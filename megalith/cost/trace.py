@@ -182,7 +182,7 @@ def _run(
     recorder.ignore(x)
     for tensor in leaves(batch.rotary):
         recorder.ignore(tensor)
-    queue = Queue(recomputed=layout.waits)
+    queue = Queue(recomputed=layout.defers_recomputed)
     with recorder:
         with torch.autograd.graph.saved_tensors_hooks(recorder.kept, lambda tensor: tensor):
             out = module(x, batch)

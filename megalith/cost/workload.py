@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from megalith.cost.profile import Layout
 from megalith.mesh import Mesh
-from megalith.schedule import SCHEDULES, representative_microbatches
+from megalith.schedule import representative_microbatches
 from megalith.schedule.table import kind
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.model import ModelSpec
@@ -299,9 +299,7 @@ class Workload:
             expert_tensor=plan.expert_tensor,
             weighs_away=software_profile.ours and plan.expert * plan.expert_tensor > 1 and not plan.compile,
             recompute=",".join(plan.recomputed_parts) or "none",
-            waits=plan.zero >= 2
-            and plan.recompute != "none"
-            and (plan.schedule not in SCHEDULES or kind(plan.schedule).splits_backward),
+            defers_recomputed=plan.zero >= 2 or not kind(plan.schedule).splits_backward,
             actions=actions,
             rounded_tile=kept_tile(self.narrow.choices if self.narrow is not None and plan.rounding else USUAL),
             rest=place_of(of[BLOCK]) if plan.retain.places else "host",

@@ -39,6 +39,8 @@ def test_a_run_that_was_typed_is_replayed(tmp_path: Path) -> None:
     assert again.returncode == 0, again.stdout + again.stderr
     assert (found := _answer(again))["ok"] and found["tensors"] > 10 and found["different"] == []
     assert Path(found["run_dir"]) == folder.with_name("two-replay")
+    recovers = json.loads((folder.with_name("two-replay") / "spec.json").read_text())["fleet"]["recover"]
+    assert recovers is False, "a site that started again would wait for differences that the others no longer send"
     for log in (folder / "events.jsonl", folder / "site-1" / "events.jsonl"):
         altered = re.sub(r'("merged": ?)\[0, ?1\]', r"\1[0]", log.read_text(), count=1)
         assert altered != log.read_text()

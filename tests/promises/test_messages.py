@@ -107,7 +107,7 @@ def test_an_error_that_comes_again_and_again_is_said_once_at_the_end(start: Star
     assert "the third time at step 3" in block[0]
     assert sum("Injected: fault" in line for line in block) == 1
     assert not [line for line in block if LOST_PEER.search(line) or line.startswith("Traceback")]
-    (file,) = [line.rpartition(": ")[2] for line in block if FOLDER in line]
+    (file,) = [line.split()[-1] for line in block if FOLDER in line]
     assert f"incident {len(of_kind(read(tmp_path / 'run'), Incident))}," in Path(file).read_text()
     assert "Traceback (most recent call last)" in Path(file).read_text()
 
