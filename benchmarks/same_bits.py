@@ -3,7 +3,7 @@
     python benchmarks/same_bits.py 689ccd2
     python benchmarks/same_bits.py HEAD --only recompute --steps 2
 
-trains ten small recipes with the older commit and with this tree, each through its own command line, on this machine. Then it compares
+trains eleven small recipes with the older commit and with this tree, each through its own command line, on this machine. Then it compares
 every tensor of the checkpoints after every step. A tensor of the older checkpoint must be in the newer one with the same bytes; the newer
 one may hold more. No digest is kept between calls, because bits depend on the processor and on torch. The script prints a table and
 exits with 1 if anything differs. It takes about four minutes on two idle cores.
@@ -37,6 +37,7 @@ RECIPES: dict[str, tuple[str, tuple[str, ...]]] = {
     "tensor": ("cpu-tensor", ("train.precision=bf16",)),
     "context": ("cpu-context-ring", ("plan.context=2",)),
     "zero-bubble, post-validation": ("cpu-zb-h2", ("plan.pipeline=2", "plan.data=2")),
+    "zero-bubble, recompute": ("cpu-zb-h1", ("plan.pipeline=2", "plan.data=2", "plan.recompute=full", "train.precision=bf16")),
     "expert, expert tensor": ("cpu-expert-tensor", ()),
     "multi-token, pipeline, context": ("cpu-multi-token", ("train.precision=bf16",)),
 }

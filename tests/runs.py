@@ -20,11 +20,12 @@ import torch._dynamo
 from torch import Tensor
 
 import megalith.train.run
+from megalith import epochs
 from megalith.checkpoint.folder import committed
 from megalith.checkpoint.read import read_full
 from megalith.data.prepare import prepare
 from megalith.data.tokenizer import load
-from megalith.events import Step, of_kind, read
+from megalith.events import FILE
 from megalith.fleet.heartbeat import Heartbeat
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import at_site, folder_of
@@ -35,6 +36,8 @@ torch.set_num_threads(1)
 
 SITE = "TEST_SITE"
 """Variable with the site of a rank."""
+
+_LOG_TAIL = 1 << 14  # bytes
 
 
 def prepare_text(folder: Path) -> Path:
@@ -57,9 +60,18 @@ def typed(file: Path, data: Path, *, steps: int, more: str = "") -> list[str]:
     return [sys.executable, "-m", "megalith.cli", "train", str(file), "--run-dir"]
 
 
+def newest_step(folder: Path) -> int:
+    """Return the newest step in the end of a run's log, 0 if there is none. To parse a long log again and again would take more processor
+    time than the training."""
+    with contextlib.suppress(OSError), (log := epochs.newest(folder, FILE)).open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _LOG_TAIL))
+        return max((int(step) for step in re.findall(rb'"type": ?"step".*?"step": ?(\d+)', file.read())), default=0)
+    return 0
+
+
 def await_step(step: int, folder: Path, process: "subprocess.Popen[str]") -> None:
     """Wait until the log of a run that was started as a command has a step. Fails if the run ends before."""
-    while not any(event.step >= step for event in of_kind(read(folder), Step)):
+    while newest_step(folder) < step:
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megalith.checkpoint.folder import find, read_manifest
-from megalith.events import Merge, RunStarted, Step, of_kind, read
+from megalith.events import Merge, RunStarted, of_kind, read
 from megalith.fleet.secure.peers import Peers
 from megalith.spec.sites import folder_of
 from megalith.train.sites import messages
@@ -25,7 +25,18 @@ from tests.full import sampled
 from tests.keys import GIVEN
 from tests.patience import PATIENCE
 from tests.promises.test_sites import STREAMING, TOGETHER, _ledger, _spec, _train, _weights
-from tests.runs import assert_same_bits, die_once_saved, final_state, finish, position, prepare_text, start, start_site, when
+from tests.runs import (
+    assert_same_bits,
+    die_once_saved,
+    final_state,
+    finish,
+    newest_step,
+    position,
+    prepare_text,
+    start,
+    start_site,
+    when,
+)
 
 AT_ONCE = 30.0
 """Seconds: far below `fleet.wait_limit`, for a machine with much else to do."""
@@ -69,7 +80,7 @@ def test_no_site_ends_with_other_weights_if_the_last_verdict_is_lost(
 
 def _stopped(pids: dict[int, int], folder: Path, step: int) -> list[int]:
     """Ask ranks to stop, once the log in a folder has a step, and return their statuses."""
-    until(lambda: any(one.step >= step for one in of_kind(read(folder), Step)), seconds=PATIENCE)
+    until(lambda: newest_step(folder) >= step, seconds=PATIENCE)
     time.sleep(1.0)
     for pid in pids:
         os.kill(pid, signal.SIGTERM)
@@ -85,7 +96,7 @@ def _stands(folder: Path, *, least: int) -> int:
 
     def unchanged() -> bool:
         nonlocal known, since
-        newest = max((one.step for one in of_kind(read(folder), Step)), default=0)
+        newest = newest_step(folder)
         if newest != known:
             known, since = newest, time.monotonic()
         return known >= least and time.monotonic() - since >= 2.0

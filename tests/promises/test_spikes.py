@@ -60,7 +60,7 @@ def test_by_default_it_warns_and_changes_nothing(data: str, tmp_path: Path) -> N
     assert not of_kind(silent, Spike) and same(watched, blind)
 
 
-@sampled(5, together=True)
+@sampled(3, together=True)
 @pytest.mark.parametrize(("faults", "wrong", "cause", "answer"), [
     (POISON, (), "data", "skipped"),
     (RATE, (), "schedule", "rewound"),
@@ -96,7 +96,7 @@ def test_an_accident_leaves_no_trace(data: str, tmp_path: Path) -> None:
     assert same(hurt, clean) and hurt.position == clean.position and not of_kind(silent, Spike)
 
 
-@sampled(5, together=True)
+@sampled(3, together=True)
 @pytest.mark.parametrize(
     "plan", [{}, {"data": 2, "zero": 1}, {"pipeline": 2, "schedule": "zb-h2", "post_validation": True}], ids=str
 )
@@ -149,7 +149,7 @@ def test_the_ladder_ends_with_a_lower_rate_or_the_end(data: str, tmp_path: Path)
     assert SpikeError.__name__ in str(caught.value)
 
 
-@sampled(5, together=True)
+@sampled(3, together=True)
 def test_a_learning_rate_that_jumped_is_held_at_what_it_was(data: str, tmp_path: Path) -> None:
     """The wrong rate lasts for three more steps, which need no further rewind."""
     ended, told = train(tmp_path / "held", spiky_run(data, answers=LADDER, lower_for=30), RATE)
@@ -165,7 +165,7 @@ def test_a_learning_rate_that_jumped_is_held_at_what_it_was(data: str, tmp_path:
     )
 
 
-@sampled(5, together=True)
+@sampled(3, together=True)
 def test_a_learning_rate_that_does_its_damage_slowly_is_undone_from_its_first_step(data: str, tmp_path: Path) -> None:
     """The first number outside its band comes some steps after the jump, and copies of the steps between have its damage."""
     slow = (Fault("rate", 40, 20.0, lasts=8),)
@@ -186,7 +186,7 @@ def _killed(rank: int, spec: Any, folder: Path, at: str, faults: Faults, wrong: 
         return spike(rank, spec, folder, faults, wrong)
 
 
-@sampled(5, together=True)
+@sampled(3, together=True)
 @pytest.mark.parametrize(("at", "faults", "wrong"), [("_replay", RATE, ()), ("adopt", RATE, ()), ("adopt", (), (40,))], ids=str)
 def test_killed_in_the_middle_of_a_rewind_it_ends_in_the_same_bits(
     data: str, tmp_path: Path, at: str, faults: Faults, wrong: tuple[int, ...]
@@ -218,7 +218,7 @@ def test_history_goes_with_a_checkpoint_to_another_plan(data: str, tmp_path: Pat
     assert min(more.read) >= ended.position.samples
 
 
-@sampled(5, together=True)
+@sampled(3, together=True)
 @pytest.mark.parametrize("plan", [{}, {"pipeline": 2, "schedule": "zb-h2", "post_validation": True}], ids=str)
 def test_a_rewind_goes_back_into_an_earlier_phase(data: str, tmp_path: Path, plan: dict[str, Any]) -> None:
     """There is a spike in the first step of a phase with a larger batch. Steps of the phase before are recomputed with their

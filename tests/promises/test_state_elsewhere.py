@@ -105,7 +105,7 @@ PLANS += [
 ] * FULL
 
 
-@sampled(6, together=True)
+@sampled(4, together=True)
 @pytest.mark.parametrize(("plan", "model"), PLANS, ids=str)
 def test_no_bit_changes_under_any_plan(plan: dict[str, Any], model: dict[str, Any]) -> None:
     _check(brief_run(plan=plan, model=model, train={"precision": "bf16"}, optimizer={"clip": 0.05}), HALF, DISK)
@@ -129,7 +129,7 @@ GATHERED += [
 ] * FULL
 
 
-@sampled(6, together=True)
+@sampled(4, together=True)
 @pytest.mark.parametrize(("plan", "model"), GATHERED, ids=str)
 def test_weights_that_are_made_at_each_gather_are_the_same_bits(plan: dict[str, Any], model: dict[str, Any]) -> None:
     _check(brief_run(plan=plan, model=model, train={"precision": "bf16"}, optimizer={"clip": 0.05}), *WEIGHTS)
@@ -198,7 +198,7 @@ def _resumed(rank: int, spec: RunSpec, folder: Path) -> tuple[Held, Held]:
 PAIRS = [(DISK, DEVICE), (DEVICE, DISK), (DISK, SOME), (HOST, DISK), (DEVICE, WEIGHTS[0]), (WEIGHTS[0], WEIGHTS[1])]
 
 
-@sampled(6, together=True)
+@sampled(4, together=True)
 @pytest.mark.parametrize(("saver", "loader"), PAIRS, ids=str)
 def test_any_place_goes_on_from_what_another_one_saved(saver: dict[str, Any], loader: dict[str, Any], tmp_path: Path) -> None:
     for precision in ("fp32", "bf16") if FULL and "weights" not in loader else ("bf16",):
@@ -233,7 +233,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare_text(tmp_path_factory.mktemp("text"))
 
 
-@sampled(6, together=True)
+@sampled(4, together=True)
 @pytest.mark.parametrize(("place", "zero"), [(DISK, 1), (WEIGHTS[0], 3)], ids=str)
 def test_kill_9_changes_no_bit(place: dict[str, Any], zero: int, data: Path, tmp_path: Path) -> None:
     """A rank dies when half of a chunk is written, and once a checkpoint has linked its file and is not complete; in

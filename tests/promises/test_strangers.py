@@ -17,11 +17,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megalith.events import Step, of_kind, read
 from megalith.fleet.exit_codes import ExitCode
 from megalith.spec.files import load
 from tests.patience import PATIENCE
-from tests.runs import assert_same_bits, final_state, position, prepare_text, train
+from tests.runs import assert_same_bits, final_state, newest_step, position, prepare_text, train
 
 RUN = """
 name = "strangers"
@@ -54,7 +53,7 @@ class Commands:
         return self.processes[-1]
 
     def steps(self) -> int:
-        return max((event.step for event in of_kind(read(self.folder), Step)), default=0) if self.folder.exists() else 0
+        return newest_step(self.folder)
 
     def await_step(self, step: int) -> None:
         """Wait until the run has done this many steps, and assert that all processes continue."""

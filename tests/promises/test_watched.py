@@ -16,12 +16,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megalith.events import Incident, Problem, RunStarted, Step, of_kind, read
+from megalith.events import Incident, Problem, RunStarted, of_kind, read
 from megalith.fleet.exit_codes import ExitCode
 from megalith.spec.files import load
 from megalith.watch.server import CONNECTIONS
 from tests.patience import PATIENCE
-from tests.runs import assert_same_bits, final_state, prepare_text, train
+from tests.runs import assert_same_bits, final_state, newest_step, prepare_text, train
 
 RUN = """
 name = "watched"
@@ -59,7 +59,7 @@ class Watched:
         (self.server,) = [one for one in psutil.Process(self.process.pid).children() if "watch" in one.cmdline()]
 
     def last(self) -> int:
-        return max((event.step for event in of_kind(read(self.folder), Step)), default=0)
+        return newest_step(self.folder)
 
     def await_that(self, true: Callable[[], bool]) -> None:
         end = time.monotonic() + PATIENCE
