@@ -14,7 +14,7 @@ from megalith.rehearse.site import Site
 
 def alone(plan: Scenario) -> Scenario:
     """Return the scenario of one of several sites between merges. The site's only copies are checkpoints. After a fault, the site resumes
-    from the last merge: within `return_seconds` it gets the other sites' weights, or loads a checkpoint that all sites hold."""
+    from the newest merge: within `return_seconds` it gets the other sites' weights, or loads a checkpoint that all sites hold."""
     if plan.sites == 1:
         return plan
     times, each = plan.latencies, plan.merge_every / plan.store_every

@@ -440,6 +440,6 @@ class Loop:
         return replace(self.position, updates=trainer.state.updates, **known)
 
     def _check_state(self) -> None:
-        """Check that the state is still the result of the last update, and of the last merge."""
+        """Check that the state is still the result of the newest update, and of the newest merge."""
         if self.guard:
             self.guard.check_all(self.step)

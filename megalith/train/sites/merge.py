@@ -324,7 +324,7 @@ class Sites:
         fragment, state, progress = self.fragments[number], self.state, self.progress
         began, sent = time.perf_counter(), int(state.sent[number])
         due, deal = (progress.merges, number, sent, step), progress.deal
-        staleness = self.spec.staleness if self.left else 0  # the run's last merges contain everything
+        staleness = self.spec.staleness if self.left else 0  # the run's final merges contain everything
         known = {"members": deal.members, "mark": progress.mark, "waiting": deal.waiting(number), "staleness": staleness}
         verdict = self._wait_for(lambda council: council.decide(*due, **known, seconds=WAIT_SECONDS))
         taken = deal.taken(number, verdict.takes(deal.waiting(number)))
