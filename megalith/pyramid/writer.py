@@ -40,7 +40,8 @@ class Writer:
     process may write at a time."""
 
     def __init__(self, folder: Path, *, kind: Kind, width: int, keep: int = KEEP) -> None:
-        """`width`: the number of values of a step. `keep`: bytes of each level that are kept, all pieces together. Raises OSError if the folder cannot be created or read; its parent folders must exist."""
+        """`width`: the number of values of a step. `keep`: bytes of each level that are kept, all pieces together. Raises OSError if
+        the folder cannot be created or read; its parent folders must exist."""
         folder.mkdir(exist_ok=True)
         self._folder, self._kind, self._width, self._keep = folder, kind, width, keep
         self._type = TYPES[kind]

@@ -1,4 +1,5 @@
-"""The sites of a run on its report page: merges, bytes sent, waits, and the distance between the sites' weights at each merge."""
+"""The sites of a run on its report page: merges, losses, the first site's waits and sent bytes, and the distance between the sites' weights
+at each merge."""
 
 from collections.abc import Sequence
 from html import escape

@@ -330,8 +330,8 @@ class Council(SiteMessenger):
         return None
 
     def _unsaved(self, merge: Pending, saved: Set[int]) -> set[int]:
-        """Return the sites that may still save the run's final merge: those that train or are connected and have sent a message within the grace
-        period."""
+        """Return the sites that may still save the run's final merge: those that train or are connected and have sent a message within the
+        grace period."""
         assert self._wire is not None
         since = time.monotonic() - self.pace.grace
         spoke = {site for site in set(range(self.spec.count)) - saved if max(self._due_since, self._roll.last_word(site)) > since}

@@ -1,6 +1,6 @@
-"""How sites exit together at the end of a run. A site that has saved the run's final merge announces this, and exits once a quorum has saved
-it, because the remaining sites cannot then form a quorum for another merge. The decider also waits for all sites that still send messages,
-and sends them the weights that they lack."""
+"""How sites exit together at the end of a run. A site that has saved the run's final merge announces this, and exits once a quorum has
+saved it, because the remaining sites cannot then form a quorum for another merge. The decider also waits for all sites that still send
+messages, and sends them the weights that they lack."""
 
 import time
 from collections.abc import Callable

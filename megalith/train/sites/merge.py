@@ -62,7 +62,7 @@ class Sites:
         self._wholes, self._council, self._ranks = wholes, council, ObjectCollectives(wholes.group)
         self._beat, self._asked = beat, asked
         self._stop = False
-        self._taken = set[int]()  # fragments whose differences were taken after the last step
+        self._taken = set[int]()  # fragments whose differences were taken after the newest step
         self._trains = True
         self.enters = False
         """True if `enter` must be called before the first step."""
@@ -198,7 +198,7 @@ class Sites:
         return Round(tuple(event for _, event in made if event is not None), stopping, self._refused - before)
 
     def end(self, step: int) -> bool:
-        """After the run's last step is saved, wait until enough other sites have saved its merges too, so that all end with the same
+        """After the run's final step is saved, wait until enough other sites have saved its merges too, so that all end with the same
         weights. Meanwhile, send the weights to sites that rejoin. Return False if a stop was requested. Raises PeerGone."""
         known = (self.progress.merges, step, self.progress.mark, self.progress.deal.members)
         try:
