@@ -86,8 +86,8 @@ def _brief(error: Exception) -> str:
 
 
 def measured_seconds(row: Row, workload: Workload) -> float | None:
-    """Return the measured seconds of a step: as stated, from tokens/s, or from TFLOP/s or MFU by the source's convention; None if the row has
-    none of these."""
+    """Return the measured seconds of a step: as stated, from tokens/s, or from TFLOP/s or MFU by the source's convention; None if the row
+    has none of these."""
     if (seconds := row.number("step_time_s")) is not None:
         return seconds
     tokens, devices = workload.tokens, workload.cluster.count
