@@ -83,7 +83,7 @@ def state_elsewhere_can_be_had(case: Case) -> Found:
     gpu = spec.train.device == "cuda" or (case.cluster is not None and not case.cluster.accelerator.is_processor)
     if gpu and kind is not None:
         reason = (
-            f"would update in host memory, but {kind} needs each whole {OPTIMIZERS[kind].unit}, and other GPUs have parts of "
+            f"updates each GPU's state on its own, but {kind} needs each whole {OPTIMIZERS[kind].unit}, and other GPUs have parts of "
             f"each {OPTIMIZERS[kind].unit}"
         )
         way_out = 'Use "device", or optimizer.kind = "adamw", "sgd" or "lion", which update each element on its own.'
