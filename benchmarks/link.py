@@ -9,7 +9,7 @@
 
 If run as root, each site is in a network namespace of its own, and a wire in user space joins them (`megalith.machine.wire`). Otherwise
 one reaches the other through an equally slow relay on loopback. Use is compute over the sum of compute and exposed waits, from the first
-step to the last merge, which waits for the whole model. Compute is processor time, since two sites that share few processors slow each
+step to the final merge, which waits for the whole model. Compute is processor time, since two sites that share few processors slow each
 other down. With --links and --step-seconds a step sleeps for a fixed time instead, and the rest is the trainer's code. The file of --out
 keeps finished cases, as benchmarks/cases.py says.
 """

@@ -6,7 +6,7 @@
     python benchmarks/sites.py --data data/austen-bytes --study --out sites.jsonl       # three sizes and seeds, for days
     python benchmarks/sites.py --quick                                                  # a fiftieth of its steps
 
-The loss is that of the merged weights on held-out text, after the last merge. Gaps are relative to data parallelism, or to the same method
+The loss is that of the merged weights on held-out text, after the final merge. Gaps are relative to data parallelism, or to the same method
 with 32 bits, for each seed. Bytes are those that a site sends for each token it trains. For merges they are counted, with scales and
 headers. For data parallelism they are the least that two sites can exchange: one fp32 number for each parameter in each step. Three cases
 have a planted fault, which must show: differences with the wrong sign, no error feedback, and eager steps of which only half is corrected.

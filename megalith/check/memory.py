@@ -83,7 +83,7 @@ def state_elsewhere_can_be_had(case: Case) -> Found:
     gpu = spec.train.device == "cuda" or (case.cluster is not None and not case.cluster.accelerator.is_processor)
     if gpu and kind is not None:
         reason = (
-            f"would update in host memory, but {kind} needs each whole {OPTIMIZERS[kind].unit}, and other GPUs have parts of "
+            f"updates each GPU's state on its own, but {kind} needs each whole {OPTIMIZERS[kind].unit}, and other GPUs have parts of "
             f"each {OPTIMIZERS[kind].unit}"
         )
         way_out = 'Use "device", or optimizer.kind = "adamw", "sgd" or "lion", which update each element on its own.'
@@ -169,7 +169,8 @@ def released_gradients_are_updated_by_parts(case: Case) -> Found:
 
 
 def disk_takes_the_state(case: Case) -> Found:
-    """State on disk fits into a writable folder, and has no copies in memory."""
+    """State on disk fits into a writable folder. Such a run makes no copies of its state in memory, so a fault costs the steps since the
+    newest checkpoint."""
     state, fleet = case.plan.state, case.spec.fleet
     if state.optimizer != "disk":
         return
@@ -180,9 +181,9 @@ def disk_takes_the_state(case: Case) -> Found:
         )
         saved = case.spec.checkpoint.every
         way_out = (
-            f"After a fault the run resumes from its last checkpoint, at most {saved} steps back."
+            f"After a fault the run resumes from its newest checkpoint, at most {saved} steps back."
             if saved
-            else "Set checkpoint.every: after a fault the run resumes from its last checkpoint."
+            else "Set checkpoint.every: after a fault the run resumes from its newest checkpoint."
         )
         yield advice("plan.state.optimizer", state.optimizer, reason, way_out)
     if not case.files or case.model is None or case.plan.data % case.plan.replicate:

@@ -30,7 +30,7 @@ def first_weights_fit(case: Case) -> Found:
     train = case.spec.train
     if train.init_from is None:
         if train.init_from_changes:
-            reason = f"names differences from a checkpoint, but {KEY} names no checkpoint"
+            reason = f"lists properties of the model that may differ from a checkpoint's, but {KEY} names no checkpoint"
             yield advice("train.init_from_changes", train.init_from_changes, reason, f"Remove this key, or set {KEY}.")
         return
     if not case.files or case.begun:

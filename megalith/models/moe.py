@@ -330,6 +330,6 @@ class Moe(nn.Module):
         self.router.end_of_step(counts)
 
     def metrics(self) -> dict[str, float]:
-        """Return statistics of the last step's global batch: "max_load" (largest over mean), "entropy" of the loads (1: even), and the
+        """Return statistics of the newest step's global batch: "max_load" (largest over mean), "entropy" of the loads (1: even), and the
         fraction of choices "dropped". The result is empty before the first step."""
         return self.router.metrics()

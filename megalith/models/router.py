@@ -107,11 +107,11 @@ class Router(nn.Module):
         self.spec = spec
         self.weight = nn.Parameter(torch.empty(experts, dim))
         self.register_buffer("bias", torch.zeros(experts) if spec.bias_rate else None)
-        self.register_buffer("load", torch.zeros(experts))  # choices of each expert in the last step's global batch
+        self.register_buffer("load", torch.zeros(experts))  # choices of each expert in the newest step's global batch
         self.register_buffer(
             "counts", torch.zeros(experts + 1, dtype=torch.int64), persistent=False
         )  # this step's; last: dropped
-        self.register_buffer("dropped", torch.zeros(()), persistent=False)  # choices dropped in the last step's global batch
+        self.register_buffer("dropped", torch.zeros(()), persistent=False)  # choices dropped in the newest step's global batch
         self.records: list[RoutingRecord] | None = None
         self.reset()
 
@@ -155,7 +155,7 @@ class Router(nn.Module):
         self.counts.zero_()
 
     def metrics(self) -> dict[str, float]:
-        """Return measures of the balance of the last step's loads. Waits for the device."""
+        """Return measures of the balance of the newest step's loads. Waits for the device."""
         load, dropped = self.load.double(), float(self.dropped)
         total = float(load.sum())
         if total == 0:

@@ -118,7 +118,7 @@ def unreadable(error: ValidationError) -> str:
 
 
 def steps_of(folder: Path) -> "list[Step]":
-    """Return the last attempt of each step of a run, without the first steps. Raises ValueError if no step is left."""
+    """Return the newest attempt of each step of a run, without the first WARM steps. Raises ValueError if no step is left."""
     from megalith import events  # most searches measure nothing, and these take long to import
 
     tries = {step.step: step for step in events.of_kind(events.read(folder), events.Step)}

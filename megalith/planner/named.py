@@ -30,7 +30,8 @@ from megalith.spec.presets import presets
 GIB = 2**30
 
 Unit = Literal["TFLOP/s", "hardware TFLOP/s", "tokens/s", "% MFU", "GPU-hours a trillion tokens", "s"]
-"""Unit of a figure; the figure is per device, except in the last two units. `hardware` counts recomputation, by the source's formula."""
+"""Unit of a figure; the figure is per device, except in the last two units. Hardware TFLOP/s count
+recomputed FLOPs too, by the source's formula."""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
-"""A table that grows by one row of values at each step. The time to draw any part of the table depends only on the number of
-pixels.
+"""A table that grows by one row of values at each step. The time to read any range of steps depends only on the number of records asked
+for.
 
 Level 0 has a record for each step of the run. A record of level n + 1 covers FAN records of level n: it has the minimum and
-maximum of each value, and for numbers also the mean. A reader uses the finest level that has no more records than the picture has
-columns. Each level keeps only its newest `keep` bytes. Older steps remain at coarser levels, so the files of a run of any length
-have a bounded size.
+maximum of each value, and for numbers also the mean. A reader uses the finest level that covers the steps with no more records
+than asked for. Each level keeps only its newest `keep` bytes, or MINIMUM records if these take more. Older steps remain at
+coarser levels, so the files of a run of any length have a bounded size.
 
 Files are only appended to. The file `PIECE-LEVEL-STEP.bin` has the records from STEP on. A piece is the output of one writer;
 when the run returns to an earlier step, a new writer begins a new piece. A record that was truncated (full disk, killed writer)

@@ -220,8 +220,8 @@ def _ends(levels: dict[int, list[_Run]]) -> tuple[int, int] | None:
 
 
 def _choose(levels: dict[int, list[_Run]], first: int, last: int, *, most: int) -> list[_At]:
-    """Return at most `most` records of one piece, from the finest level with which so few records cover the steps. Finer levels
-    provide the newest steps, which are not yet in a complete record of that level."""
+    """Return the records of one piece from the finest level that covers the steps with at most `most` records (if none does, from
+    the coarsest), and further records of finer levels for the newest steps, which are not yet in a complete record of that level."""
     begin = max(first, min(runs[0].segment.first for runs in levels.values()))
     for level in sorted(levels):
         runs = levels[level]

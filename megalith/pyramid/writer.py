@@ -36,11 +36,12 @@ class _Sum:
 
 
 class Writer:
-    """Appends a piece to the table in a folder, step by step. Only one process may write at a time, and a new writer always
-    begins a new piece."""
+    """Adds one new piece to the table in a folder; each call of `append` adds the values of one training step to the piece. Only one
+    process may write at a time."""
 
     def __init__(self, folder: Path, *, kind: Kind, width: int, keep: int = KEEP) -> None:
-        """`width`: values a step. Raises OSError if the folder cannot be created or read; its parent folders must exist."""
+        """`width`: the number of values of a step. `keep`: bytes of each level that are kept, all pieces together. Raises OSError if
+        the folder cannot be created or read; its parent folders must exist."""
         folder.mkdir(exist_ok=True)
         self._folder, self._kind, self._width, self._keep = folder, kind, width, keep
         self._type = TYPES[kind]
@@ -49,7 +50,7 @@ class Writer:
         self._open: dict[int, _Sum] = {}
 
     def append(self, step: int, values: NDArray, *, time: float | None = None, bases: tuple[float, float] = (0.0, 0.0)) -> None:
-        """Append the values of a step, which must be later than the last one. `bases`: reference numbers of the values; coarser
+        """Append the values of a step, which must be later than the step before. `bases`: reference numbers of the values; coarser
         records have the average of their steps' bases. If the write fails, OSError is raised: this step is lost, but later steps
         can be appended.
         """

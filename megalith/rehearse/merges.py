@@ -14,7 +14,7 @@ from megalith.rehearse.site import Site
 
 def alone(plan: Scenario) -> Scenario:
     """Return the scenario of one of several sites between merges. The site's only copies are checkpoints. After a fault, the site resumes
-    from the last merge: within `return_seconds` it gets the other sites' weights, or loads a checkpoint that all sites hold."""
+    from the newest merge: within `return_seconds` it gets the other sites' weights, or loads a checkpoint that all sites hold."""
     if plan.sites == 1:
         return plan
     times, each = plan.latencies, plan.merge_every / plan.store_every
@@ -111,7 +111,7 @@ def merged(plan: Scenario, sites: Sequence[Site]) -> MergeOutcome:
     horizon, work = plan.days * DAY, plan.merge_every
     members = [_Member(_periods(site, work)) for site in sites]
     found, now, decides = MergeOutcome(), 0.0, plan.decides or 0
-    unsaved: list[_Member] = []  # one entry for each period of a site that was merged since the last checkpoint
+    unsaved: list[_Member] = []  # one entry for each period of a site that was merged since the newest checkpoint
     each_save = max(1, round(plan.store_every / work))
     while now < horizon:
         standing = [number for number, member in enumerate(members) if not member.follows and not member.restarted]

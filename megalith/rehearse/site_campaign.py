@@ -70,7 +70,7 @@ class SitesRun:
 @dataclass(frozen=True)
 class Membership:
     """The sites that take part in a run's newest merges. `merges`: the number of merges so far. `times`: for each site, the time
-    of the last merge of its own work, by its own log. `left`: for each site, the time at which the other sites last continued
+    of the newest merge of its own work, by its own log. `left`: for each site, the time at which the other sites last continued
     without it."""
 
     merges: int

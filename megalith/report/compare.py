@@ -49,7 +49,7 @@ def table(runs: Mapping[str, History]) -> RenderableType:
 
 
 def differences(runs: Mapping[str, History]) -> dict[str, tuple[Any, ...]]:
-    """Return each key whose value is not the same in all runs, with the value of each run."""
+    """Return each key (except LABELS) whose value is not the same in all runs, with the value of each run."""
     flat = [dict(_leaves(run.spec)) for run in runs.values()]
     keys = dict.fromkeys(key for values in flat for key in values if key.partition(".")[0] not in LABELS)
     found = {key: tuple(values.get(key, NOT_GIVEN) for values in flat) for key in keys}

@@ -1,4 +1,4 @@
-"""Each rank's place on the mesh, its parts of the model, the size of its share, and the memory used over the run."""
+"""Each rank's place on the mesh, the parts of the model and the bytes that it holds, and the memory used over the run."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -84,7 +84,8 @@ def named(parts: Sequence[str]) -> str:
 
 
 def memory_section(run: History) -> str:
-    """Return each rank's share of memory by category, and the memory used over time, as HTML."""
+    """Return as HTML the bytes of weights, gradients and optimizer state that each rank holds, and the memory used over time. With more
+    than 12 ranks, only the rank that holds most bytes of each pipeline rank is shown."""
     drawn: list[str] = []
     if run.holdings:
         colours = {"weights": 0, "gradients": 1, "optimizer state": 2}

@@ -1,4 +1,5 @@
-"""The sites of a run on its report page: merges, bytes sent, waits, and the distance between the sites' weights at each merge."""
+"""The sites of a run on its report page: merges, losses, the first site's waits and sent bytes, and the distance between the sites' weights
+at each merge."""
 
 from collections.abc import Sequence
 from html import escape
@@ -46,7 +47,7 @@ def merge_section(run: History) -> str:
     drawn = {
         "Distance between the sites": curves(apart, _digits, log=True, from_zero=True),
         "Wait of the first site at each merge (seconds)": curves(waits, units.duration, from_zero=True),
-        "Loss of each site (nats a token), mean over the steps since the last merge": curves(losses, _digits, log=True),
+        "Loss of each site (nats a token), mean over the steps since the previous merge": curves(losses, _digits, log=True),
     }
     return f"<p>{escape(' '.join(words))}</p>{figures(*(figure(name, chart) for name, chart in drawn.items()))}"
 

@@ -112,8 +112,8 @@ shown."""
 
 
 def distinct(points: Sequence[Point]) -> list[Point]:
-    """Return the points of a frontier, fastest first. A point is left out unless it frees clearly more memory than the last one on the same
-    number of devices."""
+    """Return the points of a frontier, fastest first. A point is left out unless it frees clearly more memory than the point before it on
+    the same number of devices."""
     found, newest = list[Point](), dict[int, float]()
     for point in points:
         memory = point.choice.estimate.memory.total

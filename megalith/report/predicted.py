@@ -21,7 +21,7 @@ MAX_BARS = 4000
 def predict(run: History) -> tuple[Timeline, str, int]:
     """Return the simulated timeline of the plan's schedule, the source of its costs, and its number of microbatches.
 
-    The cost of a computation is the mean measured time of that stage's forward or backward. If no spans were recorded, the cost
+    The cost of a computation is the mean measured time of that stage's forward or backward. If a stage has no recorded spans, the cost
     is the run's mean forward or backward time, divided by the numbers of microbatches and chunks. If nothing was measured, a
     forward costs 1 s and a backward 2 s.
     """

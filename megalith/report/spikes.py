@@ -9,7 +9,7 @@ SHOWN = 50
 
 
 def rows(events: Sequence[Event]) -> list[tuple[str, ...]]:
-    """Return the last spikes, oldest first: step, numbers outside their band, response, likely causes."""
+    """Return the newest spikes, oldest first: step, numbers outside their band, response, likely causes."""
     answers = {(type(one), one.step): one.words for one in events if isinstance(one, Rewound | Lowered)}
     found = list[tuple[str, ...]]()
     for one in of_kind(events, Spike)[-SHOWN:]:

@@ -103,7 +103,7 @@ def _mfu(run: History, found: Summary) -> str:
 
 
 def _problems(run: History) -> list[Text]:
-    """Return the last problems, oldest first, each as one line. Errors from which the run has recovered are left out, because the
+    """Return the newest problems, oldest first, each as one line. Errors from which the run has recovered are left out, because the
     rows of incidents contain them."""
     lines = list[Text]()
     for problem in [one for one in run.problems if one.severity != "error" or not _is_over(one, run)][-10:]:

@@ -7,7 +7,7 @@ BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def counted(number: int, noun: str) -> str:
-    """Return "1 node", "2 nodes", "2 batches"."""
+    """Return a number with its noun in the singular or plural: "1 node", "2 nodes", "2 batches"."""
     return f"{number:,} {noun}{('es' if noun.endswith('tch') else 's') * (number != 1)}"
 
 

@@ -141,7 +141,7 @@ def _messages(program: Program) -> Iterator[str]:
             if wanted.get(action) != rank:
                 yield f"rank {rank}: {action} has no counterpart: no computation of the other rank makes or uses its tensor"
         if len(ranks) > 1:
-            yield f"{action} occurs {len(ranks)} times (ranks {ranks}), not once"
+            yield f"{action} must occur once, but occurs {len(ranks)} times, on ranks {ranks}"
     if all(wanted.get(action) == ranks[0] and len(ranks) == 1 for action, ranks in there.items() if ranks):
         yield from _crossed(program)
 

@@ -299,7 +299,7 @@ class PrecisionSpec(Spec):
     gradients: Literal["e4m3", "e5m2"] = Field(default="e4m3", description="8-bit format of gradients that enter matrix products")
     granularity: Granularity = Field(
         default="tile",
-        description="numbers that share one scale in fp8. `tile`: tile x tile numbers of a weight, tile numbers of another tensor. "
+        description="group of numbers with one fp8 scale. `tile`: tile x tile numbers of a weight, tile numbers of another tensor. "
         "`row`: a row along the inner dimension of a matrix product. `tensor`: the whole tensor of a microbatch",
     )
     scale: Literal["up", "ocp", "fp32"] = Field(

@@ -91,7 +91,7 @@ class StateGuard:
     # --- the moments of a step ---
 
     def before_step(self, trainer: Trainer, step: int) -> None:
-        """Discard what was recorded about the last step's gradients."""
+        """Discard what was recorded about the previous step's gradients."""
         self.probe.next()
         self.probe.digests = self._verifies(step) and self.fleet.verify == "all"
 
@@ -103,7 +103,7 @@ class StateGuard:
             self._verify(step)
 
     def before_update(self, trainer: Trainer, step: int) -> None:
-        """Check that the state has not changed since the last update."""
+        """Check that the state has not changed since the newest update."""
         if step + 1 not in self._digests:  # else that update was undone: routers have taken in their loads meanwhile
             self.check_state(step)
         if self.update_verifier and self._verifies(step):
@@ -132,7 +132,7 @@ class StateGuard:
         """No-op."""
 
     def check_state(self, step: int) -> None:
-        """Check that the state after `step` steps is still the result of the last update. If the state has changed, report this and raise
+        """Check that the state after `step` steps is still the result of the newest update. If the state has changed, report this and raise
         Reported.
 
         Also call this before a checkpoint is saved, because a checkpoint of an altered state would match its own checksums.

@@ -113,7 +113,7 @@ class Loop:
         self._first = self._drew = position.step
         self._collector = Collector()
         self._noise = (0.0, 0.0)  # moving averages of the gradients' signal and noise
-        self._compute = 0.0  # seconds of this rank's own work in the last step
+        self._compute = 0.0  # seconds of this rank's own work in the newest step
         self._newest: _Timed | None = None  # of the newest step whose outcome is known
         self._measured: StepMeasurement | None = None  # the newest step whose seconds are known
         self._saves = SaveReports(log)
@@ -132,7 +132,7 @@ class Loop:
 
     def run(self, *, stop: object, after_step: Callable[[int], object]) -> str:
         """Train to the last step (return "finished") or until a rank is asked to stop (return "stopped"), and save the state. With sites,
-        the run is finished once a quorum of sites has saved the last step. Raises NotSavedError if saving has failed for too long.
+        the run is finished once a quorum of sites has saved the final step. Raises NotSavedError if saving has failed for too long.
         """
         every = self.spec.validation.every
         joins = self.sites is not None and self.sites.enters
@@ -153,7 +153,7 @@ class Loop:
             watching = self.precision is not None and self.precision.due(self.step)
             if stopping or last or validating or saving or copying or watching:
                 stopping |= self._learn(self._stepper.settle())
-                last = self.ended  # the last update may have been left out
+                last = self.ended  # the run's final update may have been left out
             if self.guard and copying:
                 self.guard.copy(self.step, self.position.samples)
             after_step(self.step)
@@ -257,8 +257,8 @@ class Loop:
         return StepMeasurement(done.step, float(done.memory["peak"]), breakdown | {"own": self._compute})
 
     def _enter_phase(self) -> bool:
-        """Switch to the phase of the next step. If this is a new phase, first wait for the last step's result; return True if this result
-        makes all ranks stop."""
+        """Switch to the phase of the next step. If this is a new phase, first wait for the previous step's result; return True if this
+        result makes all ranks stop."""
         share = None if self._turn is None else self._turn.share
         phase = self.phases.at(self.position.samples if share is None else share.first)
         same = phase is self._phase and (share is None or share.size == self.trainer.spec.train.global_batch)
@@ -440,6 +440,6 @@ class Loop:
         return replace(self.position, updates=trainer.state.updates, **known)
 
     def _check_state(self) -> None:
-        """Check that the state is still the result of the last update, and of the last merge."""
+        """Check that the state is still the result of the newest update, and of the newest merge."""
         if self.guard:
             self.guard.check_all(self.step)

@@ -193,7 +193,7 @@ class LateStepper(Stepper):
         return accumulate(self.trainer, microbatches), told
 
     def settle(self) -> list[StepResult]:
-        """Verify the last step now, so that its update cannot be undone later; return the step, unless it was returned before. Raises
+        """Verify the newest step now, so that its update cannot be undone later; return the step, unless it was returned before. Raises
         gradients.NotFinite."""
         if self._open is not None:
             try:

@@ -130,7 +130,7 @@ class State:
         self.home.drop()
 
     def undo(self) -> None:
-        """Undo the last update in the offloaded state; the caller restores the tensors of `changed`."""
+        """Undo the newest update in the offloaded state; the caller restores the tensors of `changed`."""
         if self.home is not None:
             self.home.undo()
 

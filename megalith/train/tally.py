@@ -104,7 +104,7 @@ class StepResult:
 
 
 class Balance:
-    """The balance of the experts' loads in the last update: for each measure, the worst value of all layers on all ranks."""
+    """The balance of the experts' loads in the newest update: for each measure, the worst value of all layers on all ranks."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._work: Any = None

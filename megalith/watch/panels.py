@@ -25,7 +25,7 @@ from megalith.watch.window import WINDOW, window
 
 Asked = Mapping[str, str]
 
-POINTS = 700  # of a curve, at most about
+POINTS = 700  # about the largest number of points of a curve, unless a request asks for another
 COLUMNS, ROWS = 400, 256  # cells of a heatmap, at most
 SHOWN = 200  # rows of a table
 

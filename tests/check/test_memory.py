@@ -41,7 +41,7 @@ AWAY = ["plan.state.optimizer=disk", "plan.state.weights=disk", "plan.zero=3", "
         (
             ["cluster=h100", "optimizer.kind=muon", "plan.state.optimizer=host"],
             "plan.state.optimizer",
-            "would update in host memory, but muon needs each whole matrix, and other GPUs have parts of each matrix",
+            "updates each GPU's state on its own, but muon needs each whole matrix, and other GPUs have parts of each matrix",
         ),
         (["plan.state.release=true"], "plan.state.release", "copies of 12 bytes a parameter, but release saves only 4"),
         ([*RELEASED, "plan.state.share=0.5"], "plan.state.release", 'Use plan.state.optimizer = "disk" with share = 1.'),

@@ -32,7 +32,7 @@ def test_a_good_program_has_no_problems():
         (0, 0, "0SEND_F1", "", ["rank 0: 0SEND_F1 is missing; its other end is 1RECV_F1"]),
         (0, 1, "1RECV_F1", "", ["rank 1: 1RECV_F1 is missing; its other end is 0SEND_F1"]),
         (0, 1, "1RECV_F1 1B0 1SEND_B0 1F1", "1B0 1SEND_B0 1F1 1RECV_F1", ["rank 1: 1F1 comes before 1RECV_F1"]),
-        (0, 0, "0SEND_F1", "0SEND_F1 0SEND_F1", ["0SEND_F1 occurs 2 times"]),
+        (0, 0, "0SEND_F1", "0SEND_F1 0SEND_F1", ["0SEND_F1 must occur once, but occurs 2 times"]),
         (0, 1, "1SEND_B1", "1SEND_B1 1SEND_F1", ["rank 1: 1SEND_F1 has no counterpart"]),
         (0, 1, "1F2", "1F2 1F2", ["1F2: forward happens 2 times"]),
         (0, 1, "1B2", "1I2", ["backward of stage 1, microbatch 2: B 0, I 1, W 0 times"]),

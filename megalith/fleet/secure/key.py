@@ -105,8 +105,8 @@ def shared(run_dir: Path, environment: Mapping[str, str] = os.environ) -> Key:
 
 
 def make(run_dir: Path) -> bool:
-    """Write a new key into a run folder, readable by this user alone. Return False, and change nothing, if a key exists. Raises
-    OSError."""
+    """Write a new key into a run folder, readable by this user alone where the file system has modes. Return False, and
+    change nothing, if a key exists. Raises OSError."""
     path = path_in(run_dir)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():

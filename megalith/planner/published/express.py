@@ -1,7 +1,7 @@
 """Conversion of a published row to workloads: its model, plan and cluster in Megalith's types.
 
-If a source does not state recomputation, microbatch or interleaving, every choice is a workload of its own, and the prediction is that of
-the fastest workload that fits. A row that cannot be converted has the reason instead of workloads.
+If a source does not state recomputation, the microbatch, or the chunks of an interleaved schedule, each usual choice is a workload of its
+own, and the prediction is that of the fastest workload that fits. A row that cannot be converted has the reason instead of workloads.
 """
 
 import re
@@ -86,7 +86,8 @@ def _brief(error: Exception) -> str:
 
 
 def measured_seconds(row: Row, workload: Workload) -> float | None:
-    """Return the measured seconds of a step: as stated, from tokens/s, or from TFLOP/s by the source's convention."""
+    """Return the measured seconds of a step: as stated, from tokens/s, or from TFLOP/s or MFU by the source's convention; None if the row
+    has none of these."""
     if (seconds := row.number("step_time_s")) is not None:
         return seconds
     tokens, devices = workload.tokens, workload.cluster.count

@@ -1,4 +1,5 @@
-"""`python -m megalith.planner.published.fit`: fit the calibration on all published rows, and again without each source group.
+"""`python -m megalith.planner.published.fit`: fit the calibration on published rows of every source group, and
+again without each group. At most 40 measured rows of a group are used, evenly spaced, and only rows of transformers.
 
 The script writes calibration.toml, which predictions use; left_out.toml, the figures that differ in the fit without a group, so that each
 group is predicted by a fit that never saw it; and doubt.toml, the errors of these predictions. The fit starts from the physical values of
@@ -34,7 +35,8 @@ LEFT_OUT = "left_out.toml"
 
 
 def observations(rows: Sequence[Row], *, most: int = 40) -> list[Observation]:
-    """Return the scored rows that can be converted to workloads, at most `most` of each source group, evenly spaced."""
+    """Return the scored rows of transformers whose time is known and that can be converted to workloads. At most `most` rows of each source
+    group are returned, evenly spaced."""
     found: list[Observation] = []
     for group in sorted({row.group for row in rows if row.scored}):
         mine = (row for row in rows if row.scored and row.group == group)

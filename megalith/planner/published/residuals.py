@@ -1,4 +1,4 @@
-"""Published rows and their predictions: the logarithm of measured over predicted values for each row."""
+"""Published rows and their predictions. A residual is the logarithm of a row's measured over its predicted value."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,7 +63,8 @@ def _memory(row: Row, workload: Workload, found: Estimate, figures: Calibration)
 
 
 def residuals(rows: Sequence[Row], left_out: Mapping[str, Calibration], whole: Calibration) -> list[Residual]:
-    """Return the residuals of all scored rows, each from the fit without the row's source group."""
+    """Return the residuals of the scored rows of transformers that have a workload, each from the fit without the row's source group (from
+    `whole` for groups that no fit used)."""
     found = []
     for said in (express(row) for row in rows if row.scored):
         if said.choices and said.transformer:

@@ -123,7 +123,7 @@ def wire_bytes(fragment: Fragment) -> int:
 
 def outer_slots(sites: SitesSpec | None, *, on_device: bool = False) -> tuple[Slot, ...]:
     """Return the slots of the tensors that merges keep for each weight (`on_device`: only those in device memory), sharded like the
-    weights: the anchor (the weights of the last merge), the velocity (with outer momentum), and the unsent rest (with error feedback).
+    weights: the anchor (the weights of the newest merge), the velocity (with outer momentum), and the unsent rest (with error feedback).
     Vectors and router biases have fewer of these tensors, but are counted like other weights."""
     if sites is None or sites.exchanges_gradients or (on_device and sites.place != "device"):
         return ()

@@ -207,7 +207,7 @@ class Disk:
         self.publish()
 
     def undo(self) -> None:
-        """Restore the state before the last update."""
+        """Restore the state before the newest update."""
         self.slots.undo()
 
     @property

@@ -29,7 +29,7 @@ class Slots:
         self._used = dict.fromkeys(range(len(chunks)), self._pair[0]) if self._pair else {}  # the file that counts, of each chunk
         self._fresh: dict[int, SlotFile] = {}  # written since: they count once they are settled
         self._before: dict[int, SlotFile] = {}
-        self._full = False  # no room was found for a file since the last update
+        self._full = False  # no room was found for a file since the newest update
 
     @property
     def bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Imports the user's own parts on this rank, and compares their sources between ranks and with the run's last start."""
+"""Imports the user's own parts on this rank, and compares their sources between ranks and with the run's previous start."""
 
 import hashlib
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ def _opens_state(spec: RunSpec) -> bool:
 
 
 def changes(now: Mapping[str, str], before: Mapping[str, str]) -> list[str]:
-    """Return a warning, which names the parts, for each source file that changed since the run's last start."""
+    """Return a warning, which names the parts, for each source file that changed since the run's previous start."""
     changed = {key: (before[key], digest) for key, digest in now.items() if before.get(key, digest) != digest}
     return [
         f"the source of {', '.join(key for key, pair in changed.items() if pair == (old, new))} has changed since the run was last "

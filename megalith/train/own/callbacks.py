@@ -39,9 +39,9 @@ class Callback(Protocol):
     after each step, in order, once the step's outcome is known.
 
     All ranks of a site pass the same numbers to the callback, so its state is the same on all of them; ranks compare the states at each
-    checkpoint. A callback that keeps state from step to step must also have `state` and `load`; if it lacks them and its attributes change,
-    the run ends. A callback has no access to weights or gradients, and `megalith parity` does not call it. If a callback raises an
-    exception, the run ends.
+    checkpoint. A callback that keeps state from step to step must also have `state` and `load`; if it lacks them and its attributes change
+    in the first step, the run ends. A callback has no access to weights or gradients, and `megalith parity` does not call it. If a callback
+    raises an exception, the run ends.
     """
 
     def after_step(self, done: Done) -> bool | None:
@@ -78,7 +78,7 @@ class Callbacks:
 
     def after_step(self, done: Done) -> bool:
         """Call each callback; return True if one asks the run to stop. Raises own.OwnPartError if a callback without `state` and `load`
-        keeps state."""
+        changed its attributes in the first call."""
         asked = False
         for name, one in self._all.items():
             watched = not self._tried and name not in self._stateful

@@ -131,7 +131,7 @@ class Council(SiteMessenger):
         began = time.monotonic()
         if self._due != merge.number:
             self._due, self._due_at, self._due_since = merge.number, began, began
-        self._receive(0.0)  # a site connected since the last merge may lack messages of this site
+        self._receive(0.0)  # a site connected since the previous merge may lack messages of this site
         while (found := self._in_line(merge, ask)) is None:
             if time.monotonic() - began >= seconds:
                 return None
@@ -325,13 +325,13 @@ class Council(SiteMessenger):
             self._need_decider(self._due_since, merge.step)
         if not enough and self.decides and waited >= self._patience:
             others = set(range(self.spec.count)) - saved
-            text = f"{are(others, self.spec)} away, and no quorum has saved the run's last merge"
+            text = f"{are(others, self.spec)} away, so too few sites for a quorum have saved the run's final merge"
             raise PeerGone(f"{text}: this site waited {waited:.0f} s at step {merge.step}")
         return None
 
     def _unsaved(self, merge: Pending, saved: Set[int]) -> set[int]:
-        """Return the sites that may still save the last merge: those that train or are connected and have sent a message within the grace
-        period."""
+        """Return the sites that may still save the run's final merge: those that train or are connected and have sent a message within the
+        grace period."""
         assert self._wire is not None
         since = time.monotonic() - self.pace.grace
         spoke = {site for site in set(range(self.spec.count)) - saved if max(self._due_since, self._roll.last_word(site)) > since}

@@ -1,6 +1,6 @@
-"""How sites exit together at the end of a run. A site that has saved the run's last merge announces this, and exits once a quorum has saved
-it, because the remaining sites cannot then form a quorum for another merge. The decider also waits for all sites that still send messages,
-and sends them the weights that they lack."""
+"""How sites exit together at the end of a run. A site that has saved the run's final merge announces this, and exits once a quorum has
+saved it, because the remaining sites cannot then form a quorum for another merge. The decider also waits for all sites that still send
+messages, and sends them the weights that they lack."""
 
 import time
 from collections.abc import Callable
@@ -12,12 +12,12 @@ TURN_SECONDS = 0.25  # between looks at the clock
 
 
 class Leaving:
-    """Site `site`'s record of the sites that have saved the run's last merge."""
+    """Site `site`'s record of the sites that have saved the run's final merge."""
 
     def __init__(self, site: int) -> None:
         self._site = site
         self.own: End | None = None
-        """This site's own announcement; None until it has saved the last merge."""
+        """This site's own announcement; None until it has saved the final merge."""
         self._others: dict[int, End] = {}
         self._since: float | None = None
 

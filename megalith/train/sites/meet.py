@@ -38,7 +38,7 @@ def build(trainer: Trainer, folder: Path, *, beat: Callable[[], object], asked: 
     """Build this rank's part in the merges. All ranks of a site call this together.
 
     `folder`: the site's own folder. `beat` is called several times a second while the rank waits for other sites. `asked` returns True once
-    this rank is asked to stop. Raises NoKey if the rank has no key, and OSError if it cannot listen at the site's address.
+    this rank is asked to stop. Raises NoKey if the rank has no key, NoCertificate, and OSError if it cannot listen at the site's address.
     """
     run, spec = trainer.run, trainer.run.sites
     assert spec is not None

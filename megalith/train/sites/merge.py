@@ -62,7 +62,7 @@ class Sites:
         self._wholes, self._council, self._ranks = wholes, council, ObjectCollectives(wholes.group)
         self._beat, self._asked = beat, asked
         self._stop = False
-        self._taken = set[int]()  # fragments whose differences were taken after the last step
+        self._taken = set[int]()  # fragments whose differences were taken after the newest step
         self._trains = True
         self.enters = False
         """True if `enter` must be called before the first step."""
@@ -198,7 +198,7 @@ class Sites:
         return Round(tuple(event for _, event in made if event is not None), stopping, self._refused - before)
 
     def end(self, step: int) -> bool:
-        """After the run's last step is saved, wait until enough other sites have saved its merges too, so that all end with the same
+        """After the run's final step is saved, wait until enough other sites have saved its merges too, so that all end with the same
         weights. Meanwhile, send the weights to sites that rejoin. Return False if a stop was requested. Raises PeerGone."""
         known = (self.progress.merges, step, self.progress.mark, self.progress.deal.members)
         try:
@@ -324,7 +324,7 @@ class Sites:
         fragment, state, progress = self.fragments[number], self.state, self.progress
         began, sent = time.perf_counter(), int(state.sent[number])
         due, deal = (progress.merges, number, sent, step), progress.deal
-        staleness = self.spec.staleness if self.left else 0  # the run's last merges contain everything
+        staleness = self.spec.staleness if self.left else 0  # the run's final merges contain everything
         known = {"members": deal.members, "mark": progress.mark, "waiting": deal.waiting(number), "staleness": staleness}
         verdict = self._wait_for(lambda council: council.decide(*due, **known, seconds=WAIT_SECONDS))
         taken = deal.taken(number, verdict.takes(deal.waiting(number)))

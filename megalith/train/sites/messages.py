@@ -231,7 +231,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class End:
-    """The announcement of a site that it has saved the weights of the run's last merge. `mark`: the digest of all merges. `over`: a quorum
+    """The announcement of a site that it has saved the weights of the run's final merge. `mark`: the digest of all merges. `over`: a quorum
     has saved these weights, so every site that has them may exit."""
 
     kind = b"e"

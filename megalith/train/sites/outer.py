@@ -1,7 +1,7 @@
 """The arithmetic of a merge. All operations are elementwise, so each rank can compute its own share, and every site gets the same bits.
 An anchor and its velocity may be in host memory (`sites.place`); their arithmetic is then done on the host, with the same bits.
 
-A site sends the difference between the weights of the last merge (the anchor) and its own weights. The mean of the differences over sites
+A site sends the difference between the weights of the newest merge (the anchor) and its own weights. The mean of the differences over sites
 is the outer gradient, with which SGD updates the anchor; with Nesterov's momentum, this is DiLoCo (arXiv:2311.08105, algorithm 1).
 Operations are kept separate, because fused operations would round differently.
 """

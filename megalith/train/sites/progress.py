@@ -31,7 +31,7 @@ class Progress:
     mark: str = ""
     """The digest of all merges so far."""
     midway: Midway | None = None
-    """Set if a stop interrupted the merges after the last step; else None."""
+    """Set if a stop interrupted the merges after the newest step; else None."""
 
     def ended(self, total: int) -> bool:
         """True if a run of `total` samples has neither samples nor merges left."""

@@ -138,10 +138,10 @@ class AllSitesCouncil(Council):
         return False
 
     def _ended(self, merge: Pending) -> bool | None:
-        """Decide as `Council` does whether this site may exit. Raises PeerGone if a site was restarted before it saved the last step,
+        """Decide as `Council` does whether this site may exit. Raises PeerGone if a site was restarted before it saved the final step,
         because it needs all other sites to repeat its lost steps."""
         if lost := {site for site in merge.due - self._leaving.saved(merge.mark) if not self._roll.takes_part(site)}:
-            raise PeerGone(f"{are(lost, self.spec)} away and had not saved the last step, but data parallelism needs all sites")
+            raise PeerGone(f"{are(lost, self.spec)} away and had not saved the final step, but data parallelism needs all sites")
         return super()._ended(merge)
 
     def _judged(self, merge: Pending) -> Verdict | None:

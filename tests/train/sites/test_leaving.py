@@ -1,4 +1,4 @@
-"""Sites end together: none ends before a quorum has saved the last merge, so none is left to merge otherwise."""
+"""Sites end together: none ends before a quorum has saved the final merge, so none is left to merge otherwise."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ Ending = bool | PeerGone | None
 
 
 def _ends(councils: Sequence[Council], verdict: Verdict, *, members: Mapping[int, int], seconds: float = 20.0) -> list[Ending]:
-    """Return how each site ends after the last merge: it may (True), it is asked for its weights (False), its line is lost, or it still
+    """Return how each site ends after the final merge: it may (True), it is asked for its weights (False), its line is lost, or it still
     waits after so many seconds (None)."""
     known = verdict.number + 1, verdict.step, verdict.mark(""), members
     return _answers(councils, lambda one: one.end(*known, seconds=0.01), seconds=seconds)
@@ -75,7 +75,7 @@ def test_a_last_merge_that_was_made_alone_is_undone() -> None:
 
 @pytest.mark.parametrize("stands", [False, True])
 def test_the_runs_end_is_further_than_any_merge(stands: bool) -> None:
-    """Site 0 has saved it and was started again. Site 1 was started again from an older checkpoint, or still waits at the last merge,
+    """Site 0 has saved it and was started again. Site 1 was started again from an older checkpoint, or still waits at the final merge,
     which lost its decider. It gets the weights of site 0."""
     hub = Hub()
     councils = _all(hub, count=2, patience=20.0)
