@@ -39,6 +39,11 @@ def is_up(name: str) -> bool:
         return False
 
 
+def loopback() -> str | None:
+    """Return the name of the loopback interface; None if it is not up."""
+    return next((name for name in ("lo", "lo0") if is_up(name)), None)
+
+
 def take_down(name: str) -> None:
     """Switch an interface off. Raises OSError."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:

@@ -381,8 +381,11 @@ def choose_device(wanted: str, local_rank: int, local_world: int) -> torch.devic
 
 def join(place: Place, *, launch: LaunchSpec, device: torch.device) -> dist.ProcessGroup:
     """Join the other ranks. Return the group of all ranks, which uses gloo for CPU tensors and NCCL for GPU tensors. The keys in the store
-    contain the generation, because after a restart under torchrun the store still holds the addresses of the dead ranks.
+    contain the generation, because after a restart under torchrun the store still holds the addresses of the dead ranks. If all ranks are
+    on this machine, gloo's ports are on its loopback interface, unless the environment names another.
     """
+    if place.local_world == place.world and (interface := link.loopback()) is not None:
+        os.environ.setdefault(link.NAMES[0], interface)  # gloo would listen at the address of the machine's host name
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store = _store(place, timedelta(seconds=launch.start_timeout))
     one_round.install()

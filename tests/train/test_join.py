@@ -1,8 +1,10 @@
 """A rank's device, and its rendezvous with the others."""
 
+import os
 import socket
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -85,6 +87,31 @@ def test_ranks_meet_over_a_file_or_a_port(kind, tmp_path: Path):
         port = free.getsockname()[1]
     store = f"file://{tmp_path}/meet" if kind == "file" else f"tcp://localhost:{port}"
     assert run_ranks(_meet, 2, store, "0") == [(3, "gloo")] * 2
+
+
+def _listening(rank: int, store: str, named: str | None) -> tuple[str | None, set[str]]:
+    """Return the interface that is named for gloo after the rendezvous, and the addresses at which this rank listens."""
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    if named:
+        os.environ["GLOO_SOCKET_IFNAME"] = named
+    _meet(rank, store, "0")
+    open_ports = (each.laddr for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN)
+    return os.environ.get("GLOO_SOCKET_IFNAME"), {address.ip for address in open_ports}
+
+
+@pytest.mark.parametrize("named", [None, "lo"])
+def test_ranks_of_one_machine_listen_at_its_loopback(tmp_path: Path, named: str | None):
+    """gloo would listen at the address of the machine's host name, which others on the network may reach."""
+    for interface, addresses in run_ranks(_listening, 2, f"file://{tmp_path}/meet", named):
+        assert interface == "lo" and addresses <= {"127.0.0.1"} and addresses
+
+
+def test_ranks_of_several_machines_are_left_where_their_launcher_put_them(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr("megalith.train.run._store", lambda *_: (_ for _ in ()).throw(ConnectionError))
+    with pytest.raises(ConnectionError):
+        join(Place(0, 4, 0, 2, "local", "tcp://other:1", "0"), launch=LaunchSpec(), device=torch.device("cpu"))
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
 
 
 @pytest.mark.slow
