@@ -272,7 +272,8 @@ def _take(descriptors: list[int], numbers: list[int]) -> None:
 def _output(number: int, errors: str) -> io.TextIOWrapper:
     raw = io.BufferedWriter(io.FileIO(number, "w", closefd=False))
     at_once = "PYTHONUNBUFFERED" in os.environ
-    return io.TextIOWrapper(raw, "utf-8", errors, line_buffering=number == 2 or os.isatty(number), write_through=at_once)
+    lines = not at_once and (number == 2 or os.isatty(number))
+    return io.TextIOWrapper(raw, "utf-8", errors, line_buffering=lines, write_through=at_once)
 
 
 def _run(module: str) -> None:
