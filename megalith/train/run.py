@@ -59,6 +59,7 @@ from megalith.train.own.admit import admit, changes, compare_ranks
 from megalith.train.own.callbacks import Callbacks
 from megalith.train.restore import OtherRunError, read_share, read_step, restore
 from megalith.train.sites.meet import build
+from megalith.train.sites.merge import Sites
 from megalith.train.sites.progress import StopAsked
 from megalith.train.store import RunStore, tcp_store
 from megalith.train.stream import open_stream
@@ -294,7 +295,7 @@ def prepare(
         before = deque(events.of_kind(events.read(folder), RunStarted), maxlen=1)
         for text in changes(parts, before[0].own if before else {}):
             warn(text)
-    _introduce(trainer, yardstick, resumed=position.step, log=log, parts=parts)
+    _introduce(trainer, yardstick, sites, resumed=position.step, log=log, parts=parts)
     validator = Validator(trainer, held_out) if held_out else None
     injector = inject.step_hook(reads=lambda step: stream.bytes_of(loop.reader.first_sample(step)))
     loop = Loop(
@@ -313,9 +314,9 @@ def prepare(
     return loop
 
 
-def holding_of(trainer: Trainer) -> Holding:
-    """Describe this rank's part of the model, and the bytes of its state."""
-    sizes = trainer.state.bytes()
+def holding_of(trainer: Trainer, sites: Sites | None = None) -> Holding:
+    """Describe this rank's part of the model, and the bytes of its state, with the tensors that merges of `sites` keep."""
+    sizes = (trainer.state if sites is None else sites.state).bytes()
     return Holding(
         rank=trainer.groups.rank,
         coordinates=trainer.groups.coordinates,
@@ -329,8 +330,10 @@ def holding_of(trainer: Trainer) -> Holding:
     )
 
 
-def _introduce(trainer: Trainer, yardstick: Yardstick, *, resumed: int, log: EventLog | None, parts: Mapping[str, str]) -> None:
-    spec, groups, mine = trainer.run, trainer.groups, holding_of(trainer)
+def _introduce(
+    trainer: Trainer, yardstick: Yardstick, sites: Sites | None, *, resumed: int, log: EventLog | None, parts: Mapping[str, str]
+) -> None:
+    spec, groups, mine = trainer.run, trainer.groups, holding_of(trainer, sites)
     everyone: list[Any] | None = [None] * groups.world.size() if groups.rank == 0 else None
     dist.gather_object(mine, everyone, group=groups.world, group_dst=0)
     if not log or everyone is None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megalith.checkpoint.folder import find
-from megalith.events import Merge, RunStarted, Step, Validation, of_kind, read
+from megalith.events import Holding, Merge, RunStarted, Step, Validation, of_kind, read
 from megalith.parallel.data import local
 from megalith.prove.site_merges import Reference
 from megalith.report.history import history
@@ -283,6 +283,13 @@ def test_state_elsewhere_changes_no_bit(
     with when("step", 7, site=1, act=lambda: die_once_saved(folder_of(tmp_path / "run", 1), 6)):
         assert any(finish(start(spec, tmp_path / "run", environment=GIVEN)))
     assert_same_bits(_train(spec, tmp_path / "run"), final_state(whole))
+
+
+def test_what_merges_keep_is_counted_in_every_step(whole: Path) -> None:
+    """In fp32 a weight has two moments, its anchor, its velocity and its rounding error, of four bytes each."""
+    events = [*read(whole)]
+    held = of_kind(events, Holding)[-1]
+    assert held.optimizer_bytes == of_kind(events, Step)[-1].memory["optimizer"] == pytest.approx(20 * held.parameters, rel=0.01)
 
 
 def test_sites_stop_together_and_go_on_with_the_same_bits(data: Path, whole: Path, tmp_path: Path) -> None:
