@@ -31,7 +31,9 @@ class Family(Generic[Value]):
                 continue
             other = self.classes.setdefault(one.kind, one)
             if other is not one:
-                raise ValueError(f"{other.__name__} and {one.__name__} both have the tag {one.kind!r}: rename one of them")
+                raise ValueError(
+                    f"{other.__name__} and {one.__name__} both have the tag {one.kind!r}: give one of them another tag"
+                )
 
     def load(self, record: Mapping[str, Any]) -> Value:
         """Return the value that a record represents. Raises ValueError for an unknown tag, and pydantic's ValidationError (also a

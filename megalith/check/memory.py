@@ -194,7 +194,7 @@ def disk_takes_the_state(case: Case) -> Found:
         return
     slot, free = disk_bytes(case, case.plan), shutil.disk_usage(there).free
     building = slot / state.share * bytes_each([MASTER]) / bytes_each(_elsewhere(case)) if state.weights_away and slot else 0
-    has, way_out = f"but {there} has {format_bytes(free)} free", "Free space in this folder, or name a folder on another disk."
+    has, way_out = f"but {there} has {format_bytes(free)} free", "Free space on this disk, or name a folder on another disk."
     saved = 0 if not case.spec.checkpoint.every else 1 if state.folder else 1 + kept(case.spec)
     if (least := PAIR * slot + building) > free:
         besides = " and the master weights while the model is built" if building else ""

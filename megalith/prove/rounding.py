@@ -98,8 +98,8 @@ def _distance(gradients: dict[str, Tensor], exact: dict[str, Tensor], names: Seq
 
 
 def _scales(exact: Recording, alone: Recording, found: Recording, steps: Sequence[int]) -> Iterator[Gap]:
-    """For each tensor, yield how far its factor is from 1, beyond chance. The factor is the length of the run's gradient relative
-    to that of one process (`_longer`)."""
+    """For each tensor, yield how far the length of the run's gradient, relative to the length of one process's gradient, is from 1, beyond
+    chance (`_longer`)."""
     for step in steps:
         for name, theirs in alone.gradients[step].items():
             if _distance(alone.gradients[step], exact.gradients[step], [name]) <= NOISE:
