@@ -30,7 +30,7 @@ FRESH = "MEGALITH_FRESH"
 FORKED = ("megalith.", "tests.")
 STARTERS = {"train", "parity", "agent", "quickstart"}
 """Commands that start a fork server: each gets a blank process that becomes it."""
-READ_EARLY = ("PYTHON", "LD_", "LC_", "LANG", "TZ", "TORCH", "MALLOC", "OMP_", "MKL_", "KMP_", "GLOO_", "CUDA_", "PR_SET", FRESH)
+READ_EARLY = ("PYTHON", "LD_", "LC_", "LANG", "TZ", "TORCH", "MALLOC", "OMP_", "MKL_", "KMP_", "GLOO_", "CUDA_", FRESH)
 IMPORTED = ("numpy", "torch.distributed.tensor", "torch._dynamo", "megalith.train.run", "megalith.cli", "megalith.api")
 SUBREAPER = 36  # of prctl: orphans among the descendants become children of this process
 
@@ -48,8 +48,8 @@ def _early(environment: dict[str, str]) -> dict[str, str]:
 
 
 class Source:
-    """Gives forks to the process that made it. `adopts`: the forks come from the zygote, and must become this process's children;
-    otherwise the source is a blank child of this process, which becomes one command."""
+    """Gives forks to the process that made it: from the zygote, whose forks become this process's children, or, with `blank`, the child
+    with this process id, which becomes one command."""
 
     def __init__(self, connection: socket.socket, early: dict[str, str], *, blank: int | None = None) -> None:
         self._connection, self._early, self._blank = connection, early, blank
@@ -178,6 +178,8 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     left, parts = int.from_bytes(data, "big"), []
     while left:
         parts.append(connection.recv(left))
+        if not parts[-1]:
+            os._exit(0)
         left -= len(parts[-1])
     return json.loads(b"".join(parts)), descriptors
 

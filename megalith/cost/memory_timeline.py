@@ -153,9 +153,8 @@ class _Timeline:
                 run = before[part.block]
                 graphs = sum(again.inside[number].saved for number in run) - self.traced.blocks[run[0]].saved
                 saved[-1] *= len(run) == 1  # one input for all blocks of the segment
-                deferred[-1] = (again.inside if self.workload.layout.defers_recomputed else self.traced.blocks)[
-                    part.block
-                ].deferred
+                waiting = again.inside if self.workload.layout.defers_recomputed else self.traced.blocks
+                deferred[-1] = waiting[part.block].deferred
                 inside[-1] = max(graphs + again.inside[part.block].working, 0.0)
         coming, left = [OffloadedBytes()] * len(parts), [number for number, part in enumerate(parts) if part.away.size]
         further: dict[int | None, int] = {run[0]: len(run) - 1 for run in segments}

@@ -270,10 +270,10 @@ def _seen(block: BlockSpec | None, layout: Layout) -> Layout:
         unseen |= {"weighs_away": False}
     if block is None or block.attention is None:
         unseen |= {"ulysses": 1, "context_method": "ring", "summed": False, "attention": "fused", "rotary": True}
-    if layout.recompute == "none":
+    if block is None or layout.recompute == "none":
         unseen |= {"defers_recomputed": True}
     if block is None:
-        unseen |= {"recompute": "none", "defers_recomputed": True, "actions": (), "rest": "host", "rounded_tile": 128}
+        unseen |= {"recompute": "none", "actions": (), "rest": "host", "rounded_tile": 128}
     else:  # the head's alone
         unseen |= {"loss": "fused"}
     return replace(layout, **unseen)

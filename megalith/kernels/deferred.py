@@ -22,10 +22,10 @@ class Queue:
     recomputed: bool = False
     waiting: list[tuple[Tensor, Callable[[], Tensor]]] = field(default_factory=list)
 
-    def unless(self, again: bool) -> "Queue | None":
-        """Return this queue for a function's weight gradients, or None if they are computed at once. `again`: the function runs again in
-        backward."""
-        return None if again and not self.recomputed else self
+    def unless(self, recomputed: bool) -> "Queue | None":
+        """Return this queue for a function's weight gradients, or None if they are computed at once. `recomputed`: backward runs the
+        function again."""
+        return None if recomputed and not self.recomputed else self
 
     def run_all(self) -> None:
         """Compute all gradients, in the order of the backward, and add each to its weight's `.grad`."""
@@ -36,7 +36,7 @@ class Queue:
 
 
 _queue: Queue | None = None  # of the process, not of a thread: on CUDA, torch runs backward on a thread of its own
-_again = False
+_recomputed = False
 
 
 @contextmanager
@@ -53,17 +53,17 @@ def deferring(queue: Queue) -> Iterator[None]:
 @contextmanager
 def recomputing() -> Iterator[None]:
     """Inside this context, graphs are built of functions that run again in backward."""
-    global _again
-    before, _again = _again, True
+    global _recomputed
+    before, _recomputed = _recomputed, True
     try:
         yield
     finally:
-        _again = before
+        _recomputed = before
 
 
 def is_recomputed() -> bool:
     """True inside `recomputing`: a Function's forward asks this for its backward."""
-    return _again
+    return _recomputed
 
 
 def weight_gradient(weight: Tensor, gradient: Callable[[], Tensor], *, recomputed: bool) -> Tensor | None:

@@ -65,7 +65,9 @@ def _row(rank: int, ranks: int, microbatches: int) -> Row:
         row.weights()
         row.add("F", up)
     for i in range(microbatches - 2 * ranks + before):
-        if i == 0 and after == 0:  # on the last rank, where the V turns, overlapping these two would lengthen the bubble
+        if (
+            i == 0 and after == 0
+        ):  # where the V turns, the forward of this very microbatch has just ended: overlapping would delay its backward
             row.add("F", down)
             row.add("B", up)
         else:

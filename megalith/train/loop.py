@@ -357,7 +357,7 @@ class Loop:
                 tokens_per_second=sites * rate,
                 mfu=self.yardstick.flops_per_token * rate / self.yardstick.peak if self.yardstick.peak else None,
                 breakdown=_went_to(done, timed),
-                memory=done.memory if self.sites is None else done.memory | self.sites.state.bytes(),
+                memory=done.memory if self.sites is None else self.sites.state.added_to(done.memory),
                 experts=done.experts,
                 updates=done.updates if self.sites is None else self.phases.steps_in(self.position.samples),
                 noise=self._noise_of(done),

@@ -316,7 +316,9 @@ def prepare(
 
 def holding_of(trainer: Trainer, sites: Sites | None = None) -> Holding:
     """Describe this rank's part of the model, and the bytes of its state, with the tensors that merges of `sites` keep."""
-    sizes = (trainer.state if sites is None else sites.state).bytes()
+    sizes = trainer.state.bytes()
+    if sites is not None:
+        sizes = sites.state.added_to(sizes)
     return Holding(
         rank=trainer.groups.rank,
         coordinates=trainer.groups.coordinates,

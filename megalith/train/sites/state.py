@@ -1,6 +1,6 @@
 """The state that a rank keeps for merges: anchors, velocities, remainders of rounding, and weight differences in flight."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -139,11 +139,10 @@ class OuterState:
         """This rank's anchors, velocities and rounding errors, which only merges change."""
         return [share for each in (self.anchors, self.velocities, self.feedback) for share in each.values()]
 
-    def bytes(self) -> dict[str, int]:
-        """Return the bytes of this rank's state by category and by tier, like `TrainerState.bytes`, with the tensors that only merges
-        change."""
-        found, where = self._inner.bytes(), "host" if self._on_host else "optimizer"
-        return found | {where: found.get(where, 0) + sum(share.nbytes for share in self.kept)}
+    def added_to(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Return the bytes of a rank's state by category and by tier (`State.bytes`) together with those of `kept`."""
+        where = "host" if self._on_host else "optimizer"
+        return {**sizes, where: sizes.get(where, 0) + sum(share.nbytes for share in self.kept)}
 
     def swap(self) -> None:
         """Exchange the site's own weights and the anchors. A second call restores both."""
