@@ -183,7 +183,7 @@ class Workload:
     gradients: str = "fp32"
     """The number format in which gradients are added up. For fp32, the software's profile decides."""
     narrow: Narrow | None = None
-    """Narrow layers of Megalith's trainer; None: no narrow layers."""
+    """The narrow precision of Megalith's trainer, or bf16 with settings for tensors kept in 8 bits; None: wide formats only."""
     frozen: bool = False
     """True if the weights get no gradient (LoRA adapters on frozen weights)."""
     outer: tuple[Slot, ...] = ()

@@ -40,7 +40,8 @@ class OwnStream(Stream):
         """Return the source's sample. Raises DataError if the sample does not fit this run."""
         found = self._source.sample(index)
         if faults := list(self._faults(found, index)):
-            raise DataError.of(faults, title=f"data.source = {self._name} returns an invalid sample {index}")
+            title = f"data.source = {self._name} returns an invalid sample {index}"
+            raise DataError(f"{title}: {faults[0]}") if len(faults) == 1 else DataError.of(faults, title=title)
         return found
 
     @property
@@ -50,7 +51,7 @@ class OwnStream(Stream):
 
     def _faults(self, found: Sample, index: int) -> "list[str]":
         if not isinstance(found, Sample):
-            return [f"It is a {type(found).__name__}. Return a megalith.data.stream.Sample."]
+            return [f"the sample is a {type(found).__name__}. Return a megalith.data.stream.Sample."]
         length = self.length_of(index)
         arrays = {"tokens": found.tokens, "targets": found.targets, "positions": found.positions}
         faults = [

@@ -48,8 +48,8 @@ def _interpolated(plain: Tensor, theta: float, scaling: YarnScaling) -> Tensor:
 
 
 def magnitude(scaling: RopeScaling | YarnScaling | LinearScaling | None) -> float:
-    """Return the factor by which YaRN multiplies the rotated channels of queries and keys: the ratio of DeepSeek-V2's two `mscale`
-    values."""
+    """Return the factor by which YaRN multiplies the rotated channels of queries and keys: `_mscale` of `mscale`, divided by
+    `_mscale` of `mscale_all_dim` (DeepSeek-V2); 1 without YaRN."""
     if not isinstance(scaling, YarnScaling):
         return 1.0
     return _mscale(scaling.factor, scaling.mscale) / _mscale(scaling.factor, scaling.mscale_all_dim)

@@ -1,8 +1,9 @@
 """Predictions for published trainings of named models in their own layouts. `python -m megalith.planner.named` prints published and
 predicted figures side by side.
 
-Imports torch only to trace parts. Settings that a source leaves open (chunks, the microbatch) are not guessed: every choice is predicted,
-and the fastest choice that fits is compared, as for the rows of measurements. A run whose sources give no speed is also predicted.
+Imports torch only to trace parts. Where a source leaves open chunks, the microbatch, the layout or recomputation, several choices are
+predicted, and the fastest that fits is compared, as for the rows of measurements. Batches and numbers of devices that no source gives are
+assumed. A run whose sources give no speed is also predicted.
 """
 
 from collections.abc import Callable

@@ -280,7 +280,7 @@ def _loaded(plan_request: PlanRequest, problems: list[Problem]) -> ResolvedRun |
 
 
 def _model(plan_request: PlanRequest, spec: RunSpec | None, problems: list[Problem]) -> tuple[Any, tuple[str, ...]]:
-    """Return the model's flat spec, or None, and a note if the given size fits several models."""
+    """Return two values: the model's flat spec (None if there is none), and notes: one if the given size fits several models."""
     if plan_request.model is None:
         if spec is None and plan_request.path is None:
             problems.append(

@@ -63,7 +63,7 @@ def hangs_of(events: Sequence[Event], *, fleet: FleetSpec, timeout: float, seen_
     """Return the hangs in a log.
 
     `timeout`: the limit before a rank has a pace (`launch.timeout`). `seen_late`: how many seconds later than another heartbeat
-    the watch may see one. The longest step that the watch measures can be longer by these seconds.
+    the watch may see one. So the longest step that the watch measures may exceed the longest step in the log by these seconds.
     """
     found: list[Hang] = []
     took: list[float] = []

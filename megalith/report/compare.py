@@ -17,7 +17,7 @@ from megalith.report.style import curves, figure, figures, html_page, html_table
 from megalith.report.summary import Summary, summarize
 from megalith.report.svg import Point, Series
 
-LABELS = frozenset({"name", "branch"})
+LABELS = frozenset({"name"})
 """Keys that only label a run, and so do not count as differences."""
 
 NOT_GIVEN = "not given"
@@ -44,7 +44,7 @@ def table(runs: Mapping[str, History]) -> RenderableType:
         differing.add_column(name, overflow="fold")
     for key, values in differences(runs).items():
         differing.add_row(key, *map(_worded, values))
-    said = differing if differing.row_count else Text("The runs have the same values for all keys.")
+    said = differing if differing.row_count else Text("The runs have the same values for all keys except `name`.")
     return Group(found, Text(""), said)
 
 
@@ -82,7 +82,7 @@ def render(runs: Mapping[str, History]) -> str:
     body += f"<section>{figures(*drawn)}</section>"
     body += f"<section><h2>Numbers</h2>{html_table(['', *runs], _rows(runs))}</section>"
     rows = [[key, *map(_worded, values)] for key, values in keys.items()]
-    said = html_table(["key", *runs], rows) if rows else '<p class="none">The runs have the same values for all keys.</p>'
+    said = html_table(["key", *runs], rows) if rows else '<p class="none">The runs have the same values for all keys except `name`.</p>'
     body += f"<section><h2>Differences</h2>{said}</section>"
     return html_page(title, body)
 

@@ -69,7 +69,7 @@ class _Received:
 def _split(loaded: LoadResult, trainer: Trainer) -> str:
     """Describe the change if this run stores master weights in another format than the checkpoint; else return an empty text."""
     was, now = RunSpec.model_validate(loaded.meta["spec"]).optimizer.master, trainer.spec.optimizer.master
-    how = "they are rounded to 24 bits" if now == "split8" else "their values do not change"
+    how = "the master weights are rounded to 24 bits" if now == "split8" else "the values of the master weights do not change"
     return "" if was == now else f"optimizer.master was {was} when step {loaded.step} was saved and is now {now}: {how}"
 
 

@@ -364,7 +364,7 @@ def _introduce(
 
 def choose_device(wanted: str, local_rank: int, local_world: int) -> torch.device:
     """Choose this rank's device: `auto` means one GPU for each rank if this machine has GPUs, else the CPU. Raises RuntimeError if this
-    machine has GPUs but fewer than ranks, or if GPUs are requested and missing. A run never falls back to the CPU because GPUs are missing.
+    machine has GPUs but fewer than ranks, or if GPUs are requested and missing. So where a driver reports GPUs, `auto` never means the CPU.
     """
     gpus = torch.cuda.device_count() if wanted in ("auto", "cuda") and torch.cuda.is_available() else 0
     there = 0 if gpus or wanted != "auto" else find_gpus()[0]

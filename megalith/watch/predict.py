@@ -31,7 +31,9 @@ def predicted(spec: RunSpec) -> dict[str, Any]:
         cluster = clusters.load(spec.cluster)
         accelerator = cluster.accelerator
         found |= {"price_per_hour": cluster.price_per_hour, "watts": accelerator.power, "limit": accelerator.memory}
-    if accelerator is None or not accelerator.peak:
+    if accelerator is None:
+        found["why"] = f'cluster = "{spec.cluster}" names no device, so the seconds of a step are not predicted'
+    elif not accelerator.peak:
         found["why"] = "the catalogue has no peak FLOP/s for this device, so the seconds of a step are not predicted"
     else:
         _of_time(spec, found)

@@ -474,5 +474,5 @@ class Short:
 
 def test_a_sample_that_does_not_fit_the_run_is_refused(folder: Path) -> None:
     spec = run(folder, data={"path": str(folder / "data"), "source": f"{__name__}:Short"})
-    with pytest.raises(DataError, match=r"tokens has the shape \[31\]"):
+    with pytest.raises(DataError, match=r"test_own_parts:Short returns an invalid sample 0: tokens has the shape \[31\]"):
         open_stream(spec, "train").sample(0)

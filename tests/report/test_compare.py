@@ -13,11 +13,11 @@ from tests.commands.calling import call
 from tests.report.run_folder import spec, start, step
 
 
-def _run(folder: Path, *, lr: float = 3e-3, loss: float = 0.0, steps: int = 5) -> Path:
+def _run(folder: Path, *, lr: float = 3e-3, loss: float = 0.0, steps: int = 5, **tables: object) -> Path:
     folder.mkdir(parents=True)
     (folder / "run.toml").write_text("")
     log = events.EventLog(folder)
-    log.write(replace(start(), spec=spec() | {"optimizer": {"lr": lr}, "name": folder.name}))
+    log.write(replace(start(), spec=spec() | {"optimizer": {"lr": lr}, "name": folder.name} | tables))
     for number in range(1, steps + 1):
         log.write(step(number, loss=4 + loss - 0.1 * number))
     log.write(events.Validation(steps, 3.5 + loss, {"web": 3.5 + loss}, 1.0))
@@ -56,7 +56,15 @@ def test_runs_in_folders_of_one_name_are_distinguished_by_the_path_above(tmp_pat
 def test_equal_descriptions_are_said_to_be_equal(tmp_path: Path) -> None:
     runs = compare.read([_run(tmp_path / "one"), _run(tmp_path / "other", loss=1.0)])
     assert compare.differences(runs) == {}
-    assert "The runs have the same values for all keys." in compare.render(runs)
+    assert "The runs have the same values for all keys except `name`." in compare.render(runs)
+
+
+def test_a_branch_differs_from_the_run_that_it_left(tmp_path: Path) -> None:
+    one, other = _run(tmp_path / "one"), _run(tmp_path / "other", branch={"checkpoint": "one/checkpoints/4", "decay": 8})
+    assert compare.differences(compare.read([one, other])) == {
+        "branch.checkpoint": (compare.NOT_GIVEN, "one/checkpoints/4"),
+        "branch.decay": (compare.NOT_GIVEN, 8),
+    }
 
 
 def test_a_folder_without_a_run_is_refused_and_so_is_a_trace_of_two(tmp_path: Path) -> None:

@@ -227,3 +227,4 @@ def test_the_prediction_of_a_run_names_plans_that_differ_in_one_choice(monkeypat
     assert found["time"] is not None and found["others"]
     for change, terms in found["others"].items():
         assert " -> " in change and terms.keys() == found["time"].keys() - {"step"}
+    assert 'cluster = "local" names no device' in predict.predicted(spec)["why"]

@@ -1,4 +1,5 @@
-"""The other sites of a run whose sites are all on this machine. A separate command trains each site, in a folder inside the run folder."""
+"""The other sites of a run whose sites are all on this machine. A separate command trains
+each of these other sites, in a folder inside the run folder; this command trains the first site."""
 
 import contextlib
 import os

@@ -151,8 +151,8 @@ def software_profile_of(row: Row) -> SoftwareProfile:
 
 
 def _tuned_experts(row: Row, software_profile: SoftwareProfile) -> SoftwareProfile:
-    """Apply the CUDA graphs of Megatron-Bridge's tuned recipes for experts, and the overlap in these recipes: only DeepSeek's all-to-all
-    in MXFP8."""
+    """Apply the CUDA graphs of Megatron-Bridge's tuned recipes for experts, and their overlap: only the recipes that train DeepSeek in
+    MXFP8 overlap the all-to-all."""
     release = re.match(r"(\d+\.\d+)", str(row.options.get("release", "")))
     early = row.group == "dsv3-gb200" or bool(_graphed(row.options)) or (release is not None and float(release[1]) < GRAPHED)
     blocks = row.text("precision") == "mxfp8" and not early
