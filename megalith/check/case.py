@@ -64,7 +64,7 @@ class Case:
 
     @cached_property
     def manifest(self) -> Manifest | None:
-        """The manifest of the prepared data; None if it is missing or unreadable."""
+        """The manifest of the prepared data; None if it is missing or unreadable, or if rules may not read files."""
         try:
             return read_manifest(Path(self.spec.data.path)) if self.files else None
         except (DataError, OSError):

@@ -340,9 +340,9 @@ def _held(case: Case, plan: Plan, parameters: Count, places: int) -> float:
 
 
 def _saved_numbers(block: BlockSpec, dim: int) -> int:
-    """Return approximately how many numbers a block keeps for backward per token, with fused kernels. A block keeps the inputs and
-    outputs of norms; attention's queries, keys, values and output; the outputs of Mamba-2's projections, recurrence and norm; and the
-    MLP's gate, up, activation(gate) and their product, for each expert that the token goes to."""
+    """Return approximately how many numbers a block keeps for backward per token, with fused kernels. A block keeps the inputs and outputs
+    of norms; attention's queries, keys, values and output; the outputs of Mamba-2's projections, recurrence and norm; and the MLP's gate,
+    up, activation(gate) and activation(gate) * up, for each expert that the token goes to."""
     halves = bool(block.attention or block.mamba) + bool(block.mlp)
     own = own_tensors(block, dim)  # for a user's own half, twice the outputs of its matrices are counted
     saved = 2 * dim * halves + 2 * sum(each.shape[0] for half in own.values() for each in half if each.role == "matrix")

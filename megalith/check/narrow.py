@@ -337,7 +337,7 @@ def narrow_is_emulated(case: Case) -> Found:
     if not asked:
         reason = (
             "is emulated: results are exactly those of the format, but numbers are rounded to the format first, and then "
-            "multiplied in bf16, which is slower than bf16 alone"
+            "multiplied in bf16 or fp32, which is slower than bf16 alone"
         )
         yield advice("train.precision", precision, reason, "Use the format to see its effect on the model, and bf16 for speed.")
     if case.plan.compile and not asked:

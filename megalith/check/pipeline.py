@@ -70,8 +70,8 @@ def schedule_can_be_built(case: Case) -> Found:
 
 
 def zero_bubble_is_worth_its_memory(case: Case) -> Found:
-    """ZB-H2 has post-validation: ZB-H2 fills the bubble only if the next step begins before the global norm is known (Qi et al. 2024,
-    section 4)."""
+    """A plan with ZB-H2 uses post-validation: ZB-H2 fills the bubble only if the next step begins before the global norm is known (Qi et
+    al. 2024, section 4)."""
     plan = case.plan
     row = kind(plan.schedule)
     if row.needs_post_validation and not plan.post_validation and plan.pipeline > 1:

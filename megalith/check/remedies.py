@@ -1,4 +1,4 @@
-"""The cheapest change with which a run needs less memory. Arithmetic only: `megalith dryrun` counts."""
+"""The cheapest change with which a run needs less memory. Memory is estimated by arithmetic; `megalith dryrun` counts it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
@@ -21,8 +21,8 @@ class Change(NamedTuple):
 
     values: dict[str, Any]
     cost: int
-    """Combinations of changes with a lower sum are preferred: first free changes, then changes that cost time, then accuracy, then
-    traffic to host or disk."""
+    """Combinations of changes with a lower sum are preferred. Roughly, free changes have the lowest values, followed by changes that cost
+    time, changes that cost accuracy, and changes that move state or activations to host or disk."""
 
 
 NONE = Change({}, 0)

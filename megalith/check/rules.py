@@ -40,7 +40,7 @@ class Rule(NamedTuple):
     """A rule whose violation is an error or an advice."""
 
     subject: str
-    """The module of this package that the rule belongs to."""
+    """The subject of the rule, which is also the name of this package's module with the rules of this subject."""
     find: Callable[[Case], Found]
     """Function that yields the problems of a case. The function's docstring states the rule."""
 
@@ -295,4 +295,4 @@ RULES: tuple[Rule, ...] = (
     Rule("weights", weights.first_weights_fit),
     Rule("weights", weights.branch_fits),
 )
-"""Every rule. All rules; problems of one severity are listed in the order of this table."""
+"""All rules. Problems of one severity are listed in the order of this table."""

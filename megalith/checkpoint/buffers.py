@@ -16,7 +16,7 @@ from megalith.fleet.tiers.copies import GOOD, PAGE, Buffer, Entry, Label, Layout
 
 @dataclass
 class Buffers:
-    """Buffers for copies of one rank's state, one file each. `busy`: buffers that are still being read."""
+    """Buffers for copies of one rank's state, one file each. `views`: the tensors in each buffer by name."""
 
     files: list[Buffer]
     views: list[dict[str, Tensor]]
@@ -57,7 +57,7 @@ class Buffers:
 
     def next(self, *, busy: Iterable[int] = ()) -> int:
         """Return the number of the buffer for the next copy, and mark this buffer as empty: a buffer without a copy, else the
-        unpinned one with the oldest copy."""
+        unpinned one with the oldest copy. `busy`: buffers that are still being read, which are not chosen."""
         free = [i for i, file in enumerate(self.files) if i not in busy and not file.pinned]
         steps = {i: label.step if (label := self.files[i].label) else -1 for i in free}
         chosen = min(free, key=lambda i: (steps[i], i))

@@ -192,8 +192,9 @@ class Checkpointer:
         cast: bool = False,
         accept: Accept = whatever,
     ) -> LoadResult | None:
-        """Fill the tensors of `state` in place from the newest intact checkpoint, or only from that of `step`; None if there is no such
-        checkpoint. See `megalith.checkpoint.load.load` for `accept` and for the errors raised.
+        """Fill the tensors of `state` in place from the newest intact checkpoint, or only from that of `step`. Return None if
+        `step` is None and the folder has no checkpoint. See `megalith.checkpoint.load.load` for `accept` and for the errors
+        raised.
         """
         self._join()
         path = self.folder if step is None else self.folder / files.name(step)

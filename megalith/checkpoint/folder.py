@@ -255,8 +255,8 @@ def latest(folder: Path) -> Path | None:
 
 
 def locate(path: Path) -> list[Path]:
-    """Return the checkpoints that `path` refers to, best first: itself, those in it, or those in its `checkpoints/` (a run folder).
-    Raises FileNotFoundError if there are none.
+    """Return the checkpoints that `path` refers to, in the order of `committed`: itself, those in it, or those in its
+    `checkpoints/` (a run folder). Raises FileNotFoundError if there are none.
     """
     if (path / MANIFEST).exists() or _COMMITTED.fullmatch(path.name):
         if not path.is_dir():

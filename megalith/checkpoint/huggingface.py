@@ -1,6 +1,7 @@
 """Import and export of model folders in the format of Hugging Face transformers: weights and configuration are converted to
-Megalith's names and spec, and back. `foreign/` describes how each model family differs. Both formats pair rotary channel i with i
-+ head_dim / 2, so weights need no permutation. Only safetensors files are read and written: a pickled `.bin` could execute code.
+Megalith's names and spec, and back. `foreign/` describes how each model family differs. Except in DeepSeek and Nemotron, both
+formats pair rotary channel i with i + head_dim / 2, so weights need no permutation. Only safetensors files are read and written:
+a pickled `.bin` could execute code.
 """
 
 import contextlib
@@ -106,9 +107,9 @@ def export(
 
     `weights` maps Megalith's parameter names to whole tensors. Tensors are written as `dtype`, except for those that transformers
     keeps in fp32. `tokenizer` is written to the folder too, and defines the end-of-text token. Each weight file has at most
-    `file_bytes`; the other weights go to further files. Raises ValueError for a family that transformers lacks, and for weights
-    that are missing, unknown or of another shape (the message names them); FileExistsError if `out` has files; OSError, which
-    names `out`, if that folder cannot be made.
+    `file_bytes`, or one larger tensor; the other weights go to further files. Raises ValueError for a family that transformers
+    lacks, and for weights that are missing, unknown or of another shape (the message names them); FileExistsError if `out` has
+    files; OSError, which names `out`, if that folder cannot be made.
     """
     spec, weights = folded(spec, weights)
     foreign = _foreign(spec)
@@ -135,7 +136,8 @@ def export(
 
 
 def _write_weights(weights: Mapping[str, Tensor], out: Path, dtypes: Mapping[str, torch.dtype], file_bytes: int) -> list[Path]:
-    """Yield the weights of each file of at most `file_bytes` (a larger tensor gets its own), converted only when needed."""
+    """Write the weights to files of at most `file_bytes` each (a larger tensor gets its own file), and return the paths. Tensors
+    are converted to their dtypes one file at a time."""
     sizes = {name: tensor.numel() * dtypes[name].itemsize for name, tensor in weights.items()}
     groups: list[list[str]] = [[]]
     room = file_bytes

@@ -100,11 +100,12 @@ class CopyError(RuntimeError):  # the message says which of these it is
 
 
 class Memory:
-    """The copies in memory of one rank's state. `state`: the rank's tensors by name, the same in every call. `pinned`: keep one more copy,
-    the one that `pin` chose last. `good`: keep this many more copies, the newest ones that are marked as good. `text_bytes`: bytes of text
-    that each copy may hold besides the state. `disk`: the folder under which each node keeps copies on its own disk; None: no copies on
-    disk. `warn` is called with a message when another process has removed files. Raises OSError if there is no room, or other users can
-    access the folder. Copies without a valid MAC by the run's key are ignored."""
+    """The copies in memory of one rank's state. `state`: the rank's tensors by name, the same in every call. `pinned`: keep one
+    more copy, the one that `pin` chose last. `good`: keep this many more copies, the newest ones that are marked as good.
+    `text_bytes`: bytes of text that each copy may hold besides the state. `disk`: the folder under which each node keeps copies
+    on its own disk; None: no copies on disk. `warn` is called with a message when another process has removed files. Raises
+    OSError if there is no room, or the folder belongs to another user or is writable for other users. Copies without a valid MAC
+    by the run's key are ignored."""
 
     def __init__(
         self,
@@ -160,9 +161,10 @@ class Memory:
                 path.unlink(missing_ok=True)
 
     def join(self, distance: int, *, group: dist.ProcessGroup) -> None:
-        """Pair the nodes: the node `distance` slots after this one will keep copies of this node's state, and this node will keep copies
-        for the node `distance` slots before it. All ranks call this method together. `group`: a gloo group of all ranks, in rank order,
-        that no other code uses. Raises OSError on every rank if one has no room for its buddy's copies."""
+        """Pair the nodes: the node `distance` slots after this one will keep copies of this node's state, and this node will keep
+        copies for the node `distance` slots before it. All ranks call this method together. `group`: a gloo group of all ranks,
+        in rank order, that no other code uses. Raises OSError on every rank if one has no room for the copies of the rank for
+        which it keeps copies."""
         self.group, self._apart = group, distance * self.rank_info.world // len(self.rank_info.placement)
         text, failed = self.layout.dump(), None
         size = torch.tensor([len(text)])
@@ -209,9 +211,9 @@ class Memory:
         text: str = "",
         good: bool = False,
     ) -> None:
-        """Copy the state after `step` steps and `samples` samples. `updates`: see `Label`. `known`: the digest of `state`, if already
-        computed. `text`: stored with the copy. `good`: keep this copy, so that the run can rewind to it. Only the copying itself blocks
-        training. A copy to disk waits until the previous copy is on disk."""
+        """Copy the state after `step` steps and `samples` samples. `updates`: see `Label`. `known`: the digest of `state`, if
+        already computed. `text`: stored with the copy. `good`: keep this copy, so that the run can rewind to it. Training waits
+        for the messages of the previous copy, for the copying itself, and, with `to_disk`, until the previous copy is on disk."""
         self.finish()
         self._make_anew()
         number = self.own.next(busy=[self._writing[1]] if self._writing and self._writing[0].is_alive() else [])
@@ -261,7 +263,7 @@ class Memory:
         return _Travelling(works, mine, theirs, number, good)
 
     def finish(self) -> None:
-        """Wait for the copies in flight, then mark the copy received from this rank's buddy as complete."""
+        """Wait for the copies in flight, then mark the copy received from rank `keeps_for` as complete."""
         if self._in_transit is None:
             return
         in_transit, self._in_transit = self._in_transit, None
@@ -285,7 +287,7 @@ class Memory:
                 file.pin(number == newest)
 
     def pinned_step(self) -> int | None:
-        """The step of the pinned copy."""
+        """The step of the copy that `pin` chose last; None if there is none."""
         return next((label.step for file in self.own.files if file.marks & VERIFIED and (label := file.label)), None)
 
     def _write_to_disk(self, number: int, step: int) -> None:

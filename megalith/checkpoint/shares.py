@@ -188,11 +188,10 @@ def _share(key: str, tensor: Tensor) -> Share | None:
 
 
 def box_of(key: str, tensor: DTensor, place: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return offset and sizes of this rank's part of a DTensor, computed in the order in which the mesh axes actually split it.
-
-    FSDP2 cuts each tensor-parallel part into consecutive chunks. DTensor's own arithmetic (torch 2.11 and 2.15) gives other
-    offsets if a chunk is empty (7 rows over 2 x 3 ranks); a checkpoint saved with these offsets would have rows in the wrong
-    order.
+    """Return offset and sizes of this rank's part of a DTensor, computed in the order in which the mesh axes actually split it:
+    each tensor-parallel part is cut into consecutive chunks, as FSDP2 does. DTensor's own arithmetic (torch 2.11 and 2.15) gives
+    other offsets if a chunk is empty (7 rows over 2 x 3 ranks); a checkpoint saved with these offsets would have rows in the
+    wrong order.
     """
     offset, sizes = [0] * tensor.dim(), list(tensor.shape)
     for axis in _splitting_order(key, tensor):

@@ -264,7 +264,7 @@ class FolderReader(StorageReader):
         )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to open yet."""
+        """No-op, because files are opened when they are read."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan

@@ -92,8 +92,9 @@ def advise(
     out: Path | None,
     train: Train,
 ) -> AdviceResult:
-    """Train all branches that are not finished, and judge their losses. Raises SpecErrors before any branch starts if the run has no
-    checkpoint of `step` or a branch has problems; RuntimeError if a branch fails."""
+    """Train all branches that are not finished, and judge their losses. Before any branch starts, raises FileNotFoundError or
+    DamagedCheckpointError if the run has no complete checkpoint (of `step`), and SpecErrors if a branch has problems. Raises
+    RuntimeError if a branch fails."""
     from megalith.check import check
     from megalith.check.own import admit
     from megalith.checkpoint.folder import find_complete, name, of_run

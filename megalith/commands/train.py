@@ -137,10 +137,10 @@ def train(
 ) -> TrainResult:
     """Train the run of a run file, or resume it from its folder.
 
-    Under torchrun or Slurm this process becomes one of the ranks. Otherwise the ranks are started on this machine, `console` shows their
-    progress, and `on_event` gets each event soon after it is logged. `profile` = "A:B" traces steps A to B - 1 with torch.profiler.
-    `watch`: also serve the live page. Raises SpecErrors before anything starts, and InUseError before anything is written, if another
-    process owns the run folder.
+    Under torchrun or Slurm this process becomes one of the ranks. Otherwise the ranks are started on this machine, `console`
+    shows their progress, and `on_event` gets each event soon after it is logged. `profile` = "A:B" traces steps A to B - 1 with
+    torch.profiler. `watch`: also serve the live page. Raises SpecErrors before anything starts. If another process owns the run
+    folder, raises InUseError before anything is written.
     """
     from megalith.check import all_ranks
     from megalith.commands.shared import runs, siblings

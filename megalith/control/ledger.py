@@ -64,7 +64,7 @@ MEANING: dict[Cause, str] = {
 
 @dataclass(frozen=True)
 class Interval:
-    """Seconds since the epoch."""
+    """A time interval with one cause; `start` and `end` are in seconds since the epoch."""
 
     start: float
     end: float

@@ -34,7 +34,8 @@ class Leftover:
 
 
 def find(*, run_dir: Path | None = None, disks: Iterable[Path] = ()) -> list[Leftover]:
-    """Return the folders of copies of this user's runs (or of one run) in shared memory and on `disks`, sorted by name."""
+    """Return the folders of copies of this user's runs (or of one run) in shared memory and then on disks (`disks`, and those
+    that the runs' specifications name)."""
     wanted = None if run_dir is None else run_dir.resolve()
     in_memory = _in(roots.copies_place(), "memory")
     runs = {one.run for one in in_memory} | ({wanted} if wanted else set())

@@ -39,7 +39,7 @@ class Standing:
 
 
 def note(path: Path, record: NodeRecord) -> None:
-    """Append records to a ledger of nodes. Several runs may append to one ledger, because each record is one write. The ledger's
+    """Append a record to a ledger of nodes. Several runs may append to one ledger, because each record is one write. The ledger's
     folder must exist. If the disk is full or unavailable, the record is dropped."""
     line = json.dumps(asdict(record), separators=(",", ":")) + "\n"
     with disk.if_available(path), path.open("a+b", buffering=0) as file:

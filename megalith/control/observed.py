@@ -23,8 +23,7 @@ ALWAYS_TOLD = (observations.Straggler, observations.Nonfinite, observations.Save
 """Kinds of observations that are logged as incidents even if the policy answers them with no command."""
 
 CHECKS, HELD_UP = (observations.Started, observations.HealthChecked), (commands.Wait, commands.CheckHealth)
-"""Kinds of observations of which the user is warned if the answer is one of the listed commands, which delay the run or a
-node."""
+"""The user is warned if the policy answers an observation of CHECKS with a command of HELD_UP, which delays the run or a node."""
 
 _ENDING = (
     observations.NodesLost, observations.Nonfinite, observations.StateCorrupt, observations.CopyCorrupt, observations.CopyAway,

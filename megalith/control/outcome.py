@@ -10,8 +10,8 @@ from megalith.fleet.exit_codes import ORDERLY, ExitCode
 from megalith.fleet.report import Reported
 
 MAX_LINES = 8
-"""Maximum number of lines of a message. With the lines on run folder and report that the command adds, a failure takes ten
-lines."""
+"""Maximum number of lines of a message. With the lines on run folder and report that the command adds, a failure takes ten lines
+at most."""
 
 EVIDENCE_LINES = 3
 """Number of lines of evidence in a message; the incident's file has all lines."""

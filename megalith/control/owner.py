@@ -259,7 +259,7 @@ def _epoch_after(before: Claim, claims: "_Claims", run_dir: Path, *, locked: boo
     """Return the epoch of the next owner: a new epoch if the last owner may still run, or may have left running ranks on other
     machines. `locked`: this process holds the lock.
 
-    Raises InUseError if the owner itself still runs.
+    Raises InUseError if the last owner still runs, or if it may hold a lock on another machine, which cannot be checked here.
     """
     if claims.left(before):
         return before.epoch

@@ -89,7 +89,7 @@ class Pace(Limits):
         return min(self._start, max(START_FLOORS * fleet.hang_floor, fleet.hang_factor * max(like)))
 
     def usual_start(self) -> float:
-        """Return the median duration of this run's starts so far, in seconds."""
+        """Return the median duration of this run's starts so far, in seconds; before the first, the limit for a start."""
         starts = [seconds for like in self._starts.values() for seconds in like]
         return percentile(starts, 0.5) if starts else self._start
 
@@ -106,6 +106,6 @@ class Pace(Limits):
 
 
 def percentile(values: Sequence[float] | deque[float], share: float) -> float:
-    """Return the smallest value that at least `share` of `values` do not exceed."""
+    """Return the sorted value at index int(share x count), or the last one: about `share` of the values are below it."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -97,7 +97,7 @@ class Watch:
         return list(self._failures)
 
     def until_all_ended(self, tick: Callable[[], None]) -> Outcome:
-        """The loop."""
+        """Watch the ranks until all have ended or were killed; return the outcome. `tick` is called in each iteration."""
         turn = time.monotonic()
         while len(self._exits) < self._job.ranks:
             observed = self._collect_events()

@@ -56,7 +56,7 @@ class Across:
     use: float
     shortest: int | None
     """The shortest of INTERVALS with which sites compute for at least the share GOOD of the time, if nothing else changes; None if no
-    interval is that long."""
+    interval is long enough, or if sites exchange gradients."""
     gradients: bool = False
     """True if gradients are exchanged."""
 

@@ -101,9 +101,9 @@ def fit(
 ) -> Calibration:
     """Return the calibration with the lowest loss on the observations.
 
-    The loss is the mean over groups of the mean absolute log error, capped at 0.7 to limit the effect of outliers, plus
-    `prior` times each figure's squared distance from its start in units of its doubt: figures that the data cannot separate keep
-    their starting values.
+    The loss is the weighted mean over groups of the mean absolute log error (each error capped at 0.7 to limit the effect of outliers),
+    plus `prior` times each figure's squared distance from its start in units of its doubt: figures that the data cannot separate keep their
+    starting values.
     """
     first = start.flat()
     figures, values = start, dict(first)

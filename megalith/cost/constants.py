@@ -161,7 +161,7 @@ class Calibration:
 
 @cache
 def calibration() -> Calibration:
-    """The bundled one."""
+    """Return the bundled calibration."""
     return parse(files("megalith.cost").joinpath("calibration.toml").read_text(encoding="utf-8"))
 
 

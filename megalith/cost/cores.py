@@ -66,7 +66,7 @@ class _Kept(torch.autograd.Function):
 
 
 class PlainCore(nn.Module):
-    """Unfused attention: q kᵀ, one kernel for scale, mask and softmax, dropout, and the product with v. Scores pass through memory, and 5
+    """Unfused attention: q kᵀ; one kernel for scale, mask and softmax; dropout; and the product with v. Scores pass through memory, and 5
     bytes of each score are kept (Korthikanti et al. 2022, arXiv:2205.05198, section 4.1: softmax 2, dropout's mask 1 and output 2)."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:

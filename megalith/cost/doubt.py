@@ -163,8 +163,9 @@ def spread(groups: Mapping[str, Sequence[float]]) -> Spread:
 
 
 def _deviations(groups: Mapping[str, Sequence[float]]) -> Spread:
-    """Return a spread with bias and deviations, but without its `reach`. Bias and deviations are medians in which each group has equal
-    weight, so that no single bad group determines them.
+    """Return a spread with bias and deviations, but without its `reach`. `bias` and `between` follow from the groups' medians, each with
+    equal weight, so that no single bad group determines them. `within` is the root mean square of the deviations inside groups of more than
+    two rows.
 
     `between` is for a stack outside of these groups, so it includes the uncertainty of the bias.
     """

@@ -305,8 +305,8 @@ def _retained_seconds(workload: Workload, setting: Setting, traced: Parts, here:
 
 
 def _buckets(numbers: float, ranks: int) -> float:
-    """Return the number of calls that reduce gradients: buckets have 40 million elements, or a million for each rank
-    (Megatron-Core's rule, which keeps messages long)."""
+    """Return the number of calls that reduce gradients: buckets have 40 million elements, or, with more than 40 ranks, a million for each
+    rank (Megatron-Core's rule, which keeps messages long)."""
     return max(1.0, numbers / max(40e6, 1e6 * ranks))
 
 

@@ -1,5 +1,6 @@
-"""Offloading to the host's memory and disk: bytes, and seconds of updates and transfers, from a device's share of the cluster file's
-`HostSpec`, or from assumed figures, because the catalogue of clusters has none. No torch."""
+"""Offloading to the host's memory and disk: bytes, and seconds of updates and transfers. Bytes and seconds follow from a device's share of
+the cluster file's `HostSpec`. Figures that a cluster file lacks, and all such figures of clusters from the catalogue, are assumed. No
+torch."""
 
 from megalith.cost.workload import Workload
 from megalith.spec.cluster import ClusterSpec

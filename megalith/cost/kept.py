@@ -66,8 +66,8 @@ def code(*patterns: str) -> str:
 
 
 def kept(*patterns: str, when: Callable[..., bool]) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Cache a function's results for plain values, numbers or tuples of them: in memory, and on disk if `when` is true for the
-    values, until a module that matches one of the patterns changes."""
+    """Cache the results, numbers or tuples of numbers, of a function of plain values. Results are cached in memory, and, if `when` is true
+    for the values, also on disk until a module that matches one of the patterns changes."""
 
     def keeping(function: Callable[P, T]) -> Callable[P, T]:
         @cache
@@ -88,5 +88,5 @@ def kept(*patterns: str, when: Callable[..., bool]) -> Callable[[Callable[P, T]]
 
 
 def _as_tuples(value: Any) -> Any:
-    """JSON has lists only."""
+    """Return a value with tuples in place of lists, because JSON has only lists."""
     return tuple(map(_as_tuples, value)) if isinstance(value, (list, tuple)) else value

@@ -39,9 +39,9 @@ class Memory:
     rank: int
     """The pipeline rank."""
     host: float = 0.0
-    """Bytes in the host's memory, not counted in `total`: state, or buffers for state on disk."""
+    """Bytes in the host's memory, not counted in `total`: state, buffers for state on disk, and offloaded activations."""
     disk: float = 0.0
-    """Bytes in a file on the host's disk."""
+    """Bytes in files on the host's disk: state and offloaded activations."""
 
     @property
     def allocated(self) -> float:
@@ -96,7 +96,8 @@ class RankParts:
 @dataclass(frozen=True)
 class Shares:
     """Division of the model by a schedule: `held`, the parts of each pipeline rank; for each of its chunks, `flying`, the number of
-    microbatches in flight when most are, and `waiting`, the number between the two halves of their backward when most are."""
+    microbatches in flight when the rank has the most in flight, and `waiting`, the number between the two halves of their backward when the
+    rank has the most of these."""
 
     held: tuple[RankParts, ...]
     flying: PerChunk
@@ -104,9 +105,9 @@ class Shares:
 
     @cached_property
     def worst_ranks(self) -> tuple[int, ...]:
-        """A set of ranks that includes the rank with the peak memory: every rank outside the set has the same parts as a rank in the
-        set, and no more microbatches of any kind of chunk in flight, or between the halves of their backward: with recomputation
-        those hold more."""
+        """A set of ranks that includes the rank with the peak memory: every rank outside the set has the same parts as a rank in the set,
+        and no more microbatches of any kind of chunk in flight, or between the halves of their backward, where a microbatch holds more if
+        blocks are recomputed."""
         found: dict[RankParts, dict[int, Counter[tuple[Chunk, bool]]]] = {}
         for rank, (here, flying, waiting) in enumerate(zip(self.held, self.flying, self.waiting, strict=True)):
             most = Counter[tuple[Chunk, bool]]()
@@ -151,7 +152,8 @@ def _program(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[Per
 
 
 def _most(row: Row, stages: Sequence[int], changes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return how many microbatches each stage of a rank has when the rank has the most, by the change that a kind of action makes."""
+    """Return, for the moment at which a rank holds the most microbatches, how many each of its stages holds. `changes`: the change of this
+    number by an action of each kind."""
     held, most, now, top = Counter[int](), Counter[int](), 0, 0
     for slot in row:
         # in an overlap both are there before either is freed
@@ -348,7 +350,7 @@ def _segmented(parts: Parts, segments: Segments, chunk: Chunk) -> tuple[float, f
 
 
 def _graphed(workload: Workload) -> frozenset[int]:
-    """Numbers of the blocks with a part that a CUDA graph launches."""
+    """Numbers of the blocks of which CUDA graphs launch a part; empty if graphs launch nothing or the whole step."""
     blocks = enumerate(workload.model.blocks)
     match workload.software_profile.graphs:
         case "parts":

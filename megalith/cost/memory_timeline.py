@@ -1,5 +1,5 @@
-"""Memory of one rank during its program: everything except persistent state, and activations that are offloaded
-(`plan.retain`). No torch."""
+"""Memory of one rank during its program, without persistent state. Activations that are offloaded (`plan.retain`) are counted separately.
+No torch."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping

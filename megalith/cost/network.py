@@ -43,7 +43,8 @@ class Wires:
 
     @classmethod
     def of(cls, cluster: ClusterSpec, device: Device) -> "Wires":
-        """Return the wires of a cluster. A link with unpublished speed counts as 1 MB/s, which is nearly unusable."""
+        """Return the wires of a cluster. A network of unpublished rate counts as fast as the fast links. Fast links of unpublished rate
+        count as 1 MB/s, which is nearly unusable."""
         accelerator = cluster.accelerator
         slow = (cluster.scale_out or accelerator.scale_up or 1e6) * device.slow
         return cls(

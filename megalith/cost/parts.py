@@ -72,7 +72,7 @@ class Parts:
     ahead: Profile | None = None
     """The block of the MTP module."""
     depth: int = 0
-    """Number of such modules."""
+    """Number of MTP modules."""
     joining: int = 0
     """Number of weights of one MTP module outside its block: the projection of a token's two vectors, and norms."""
     segments: Segments | None = None
@@ -189,14 +189,14 @@ class _Kind(NamedTuple):
 
     block: BlockSpec
     full: bool
-    """The block runs again as a whole."""
+    """True if backward runs the whole block again."""
     sends: tuple[int, int] = (0, 0)
     keeps: tuple[str, ...] = ()
 
 
 class _Kinds(NamedTuple):
-    """The distinct kinds of a model's blocks; `blocks` and `inside`: the place among these of each block, and of each block in a segment
-    that runs again."""
+    """The distinct kinds of a model's blocks. `blocks`: for each block, the index of its kind in `distinct`. `inside`: the same while a
+    block's segment runs again."""
 
     distinct: tuple[_Kind, ...]
     blocks: tuple[int, ...]

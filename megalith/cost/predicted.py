@@ -40,7 +40,7 @@ WIDE = 4
 
 @dataclass(frozen=True)
 class Traffic:
-    """Calls of one collective along one axis, and the bytes of the whole tensor in each call."""
+    """Calls of one collective along one axis in a step. `bytes`: the bytes of the whole tensors, summed over the calls."""
 
     kind: str
     axis: str
@@ -69,7 +69,8 @@ class PredictedStep:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One compared figure, such as "memory.weights", "traffic.tensor.all-gather.bytes" or "work.products". None: not predicted."""
+    """One compared figure, such as "memory.weights", "traffic.tensor.all-gather.bytes" or "work.products". `predicted` is None for a figure
+    that is not predicted."""
 
     name: str
     predicted: float | None

@@ -14,8 +14,8 @@ PHASES: tuple[Phase, ...] = ("F", "I", "W")
 Exchanged = Literal["gather", "scatter", "sum", "all_to_all", "ring"]
 
 DENSE_MLP = "mlp.dense"
-"""The feed-forward half of blocks without experts, which Megatron-Core can recompute separately (`mlp`), but not Megalith's
-trainer."""
+"""The feed-forward half of blocks without experts, as a part to recompute. Megatron-Core's `mlp` is only this half; in Megalith's trainer,
+`mlp` is this half of every block."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class Core:
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective: `size` is the bytes of the whole tensor (the result of a gather, the input of a scatter), or the bytes that
-    one rank sends in an all-to-all or a ring."""
+    """One collective: `size` is the bytes of the whole tensor (the result of a gather, the input of a scatter), or the bytes that one rank
+    sends in an all-to-all or in one step of a ring."""
 
     phase: Phase
     axis: Literal["tensor", "context", "expert", "expert_tensor"]
@@ -110,13 +110,13 @@ class Profile:
     moved: dict[Phase, float]
     """Bytes read and written by operations that are neither products nor fused attention."""
     kernels: dict[Phase, int]
-    """Kernels launched."""
+    """Number of kernels launched."""
     apart: dict[Phase, int]
-    """Kernels launched between expert dispatch and combine, for whose sizes the host must wait."""
+    """Number of kernels launched between expert dispatch and combine, for whose sizes the host must wait."""
     apart_moved: dict[Phase, float]
     """Bytes moved by the kernels in `apart`."""
     routed: dict[Phase, int]
-    """Kernels launched by the router and the permutation of rows."""
+    """Number of kernels launched by the router and the permutation of rows."""
     saved: float
     """Bytes that forward leaves in memory for backward."""
     working: float
@@ -126,12 +126,12 @@ class Profile:
     expert_weights: int
     """Number of experts' weights on the rank."""
     output: float
-    """The part's output."""
+    """Bytes of the part's output."""
     deferred: float = 0.0
     """Bytes that the first half of a backward leaves for the second: inputs of products, computed again if a policy dropped them, and
     gradients of their outputs."""
     tensors: int = 0
-    """Number of tensors that these weights are in."""
+    """Number of weight tensors of the part."""
     multiplied: tuple[MultipliedWeight, ...] = ()
     """The weights on the rank that are factors of products"""
     leaves: float = 0.0
@@ -233,8 +233,8 @@ class Layout:
     recompute: str = "none"
     """`none`, `full`, or the names of the recomputed parts, separated by commas."""
     defers_recomputed: bool = True
-    """True if weight gradients of recomputed parts are deferred like others (`kernels.deferred`). A backward that is not split is traced as
-    if they were."""
+    """True if weight gradients of recomputed parts are deferred like those of other parts (`kernels.deferred`). A backward that is not
+    split is traced as if its weight gradients were deferred."""
     actions: tuple[tuple[str, Action], ...] = ()
     """Actions of named parts for the tensors that they keep, except recomputation (`Plan.actions`)."""
     rounded_tile: int = 128

@@ -24,9 +24,9 @@ FUSED_2024 = SoftwareProfile(overheads="fused")
 COMPILED_2024 = replace(EAGER_2023, overheads="compiled")
 
 MEGATRON_DEEPSPEED = replace(PLAIN_2021, microbatch_gradient_bytes=2, keeps_outputs=True)
-"""BLOOM's. DeepSpeed adds the gradients of a microbatch, in bf16, to sums in fp32, and clears them only before the next backward
-(runtime/bf16_optimizer.py and runtime/pipe/engine.py, `update_hp_grads(clear_lp_grads=False)`). DeepSpeed's pipeline drops a stage's
-output after the backward of the microbatch (`pipe_buffers["outputs"]`)."""
+"""The software of BLOOM. DeepSpeed adds the gradients of a microbatch, in bf16, to sums in fp32, and clears them only before the next
+backward (runtime/bf16_optimizer.py and runtime/pipe/engine.py, `update_hp_grads(clear_lp_grads=False)`). DeepSpeed's pipeline drops a
+stage's output after the backward of the microbatch (`pipe_buffers["outputs"]`)."""
 
 META_2023 = replace(EAGER_2023, flash=1)
 """The software of LLaMA: xformers' attention of the first generation; activations that are expensive to recompute are kept
@@ -38,12 +38,13 @@ the communication of tensor parallelism, and says that gathers of keys and value
 fp32 over microbatches, and then reduced."""
 
 HAI_LLM_V2 = replace(EAGER_2023, grouped=True, deduplicated=True)
-"""DeepSeek-V2's. The experts' products are fused (arXiv:2405.04434, section 3.1.3), and a token is sent once to each device that has some
-of its experts (section 2.2.3). DeepSeek-V2's software hides the all-to-all behind the shared experts, which is not modelled."""
+"""The software of DeepSeek-V2. The experts' products are fused (arXiv:2405.04434, section 3.1.3), and a token is sent once to each device
+that has some of its experts (section 2.2.3). DeepSeek-V2's software hides the all-to-all behind the shared experts, which is not
+modelled."""
 
 HAI_LLM_V3 = SoftwareProfile(overlap_expert=True, senders=20, moment_bytes=4, low_precision_kept=True)
-"""DeepSeek-V3's. DualPipe hides the experts' exchange behind the other direction's computation (arXiv:2412.19437, section 3.2.1), with 20
-processors of each device (section 3.2.2); moments are in bf16, and activations are kept in few bits (section 3.3.3)."""
+"""The software of DeepSeek-V3. DualPipe hides the experts' exchange behind the other direction's computation (arXiv:2412.19437, section
+3.2.1), with 20 processors of each device (section 3.2.2); moments are in bf16, and activations are kept in few bits (section 3.3.3)."""
 
 TRAINER = SoftwareProfile(overheads="eager", loss="chunked", overlap_tensor=False, adds_gradients=True)
 """Megalith's trainer without compilation: plain PyTorch, fp32 gradients, and a loss that is computed for a few rows at a time."""

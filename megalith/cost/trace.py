@@ -112,7 +112,7 @@ def _activation(layout: Layout, dim: int) -> tuple[int, int, int]:
 
 
 def trace_head(model: ModelSpec, layout: Layout) -> Profile:
-    """Trace final norm, output and loss on one rank; the forward also computes the gradients."""
+    """Trace final norm, output and loss on one rank. With a chunked loss, the forward also computes the gradients."""
     one = model.model_copy(update={"head": model.head.model_copy(update={"tied": False, "ahead": None})})
     with torch.device("meta"), _default(layout.width):
         parts = len(model.part_names)

@@ -41,7 +41,7 @@ class Matrices(NamedTuple):
     work: float
     """FLOPs of the iteration on all these matrices."""
     largest: tuple[int, int]
-    """Rows and columns of the matrix that takes the most memory."""
+    """Rows and columns of the matrix whose iteration takes the most FLOPs."""
 
 
 def matrices(block: BlockSpec, dim: int) -> Matrices:

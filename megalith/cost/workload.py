@@ -111,7 +111,7 @@ USUAL = PrecisionSpec()
 
 
 class Narrow(NamedTuple):
-    """The narrow precision of Megalith's trainer, or bf16 with choices that keep inputs of products in 8 bits. All other tensors have the
+    """The narrow precision of Megalith's trainer, or bf16 with choices for tensors that are kept in 8 bits. All other tensors have the
     format `Workload.format`."""
 
     precision: str
@@ -121,7 +121,7 @@ class Narrow(NamedTuple):
 
     @property
     def tile(self) -> int:
-        """How many numbers along each dim share a scale; 0: all numbers of a row."""
+        """How many numbers along each dim share a scale; 0: whole rows or tensors have a scale."""
         return tile_of(self.choices, self.precision) or packed_tile(self.choices, self.precision)
 
     def layers(self, model: ModelSpec) -> tuple[tuple[str, ...], ...]:
@@ -152,8 +152,8 @@ _layers: dict[tuple[int, Narrow], tuple[ModelSpec, tuple[tuple[str, ...], ...]]]
 
 
 def computed(precision: str, choices: PrecisionSpec) -> tuple[str, Narrow | None]:
-    """Return the compute format of this project's trainer for a run's precision and choices, and the narrower formats that it uses (None:
-    none)."""
+    """Return the compute format of this project's trainer for a run's precision and choices, and a `Narrow` with both (None: the trainer
+    rounds nothing to fewer bits)."""
     if packs(choices, precision) or (choices.tile and precision == BF16.name):
         return precision, Narrow(precision, choices)
     if not is_narrow(precision):
@@ -181,7 +181,7 @@ class Workload:
     master: str = "fp32"
     """The form of the master weights, see `spec.state.LOWER`."""
     gradients: str = "fp32"
-    """The number format in which gradients are added up. For fp32, the software's profile decides."""
+    """The number format in which gradients are added up. With fp32, the software's profile gives the bytes of a sum."""
     narrow: Narrow | None = None
     """The narrow precision of Megalith's trainer, or bf16 with settings for tensors kept in 8 bits; None: wide formats only."""
     frozen: bool = False

@@ -1,7 +1,7 @@
 """The files of a source: selects the files to read, gives reasons why other files are not read, and opens files.
 
-A folder's files are found in the order of their names. Hidden entries, links and special files are skipped silently. Binary files, and
-files with the same bytes as an earlier one, are counted and named but not read.
+A folder's files are found in the order of their names. Hidden entries, links, special files, binary files, and files with the
+same bytes as an earlier one are not read, but counted and named.
 """
 
 import bz2
@@ -187,7 +187,7 @@ def _unread(path: Path) -> str:
 
 
 def unreadable_kind(path: Path) -> DataError:
-    """The error for a file that is not text."""
+    """Return the error for a file that is not text, or is Parquet without pyarrow."""
     if is_parquet(path):
         return DataError(f"{path} is Parquet, but the package pyarrow is not installed", _conversion(path))
     return DataError(f"{path} is not text: Megalith does not read {_ending_of(path)} files", f"{KINDS_READ} {_conversion(path)}")

@@ -133,7 +133,7 @@ class Domain(Spec):
 
 
 class Manifest(Spec):
-    """A prepared folder."""
+    """The content of `manifest.json`, which describes a prepared folder."""
 
     version: Literal[1] = 1
     tokenizer: TokenizerRecord

@@ -1,7 +1,8 @@
 """Converts documents to a folder of shards: atomically, and with the same bytes for the same sources and options.
 
-A hash of (seed, domain, document number) selects the documents that are held out for validation. A domain of two or more documents always
-keeps its first document for training and holds out at least one document; a domain of one document holds out the end of this document.
+A hash of (seed, domain, document number) selects the documents that are held out for validation. A domain always keeps its first
+document for training. Unless `validation` is 0, a domain of two or more documents holds out at least one document, and a domain
+of one document holds out the end of this document.
 """
 
 import errno
@@ -333,8 +334,8 @@ def _write_domain(folder: Path, name: str, found: Iterator[_Document], *, tokeni
 
 
 def _write_last(last: _Document, train: SplitWriter, validation: SplitWriter, options: Options, *, chosen: bool) -> None:
-    """Write the last document. If the hash has selected no document of the domain, the last document goes to validation; if it is the
-    only document, only its end goes to validation."""
+    """Write the last document. If the hash has selected no document of the domain (and `validation` is not 0), the last document
+    goes to validation; if it is the only document, only its end goes to validation."""
     if train.documents and (chosen or (options.validation > 0 and validation.documents == 0)):
         validation.write(last.tokens, text_bytes=last.bytes)
     elif train.documents or options.validation == 0 or len(last.tokens) < 2:

@@ -6,7 +6,7 @@
 | `x.parquet` | one row's text column (with the extra `parquet`) |
 | `x.txt` or any other file | what `Reading.split` says; default: paragraphs, until they make `Reading.minimum` characters |
 | a folder | a file (a line, in JSON lines); what `files` leaves out is counted and named |
-| `bundled:austen` | a chapter, with the title page before it |
+| `bundled:austen` | a chapter; the first chapter includes the novel's title page |
 
 Each may be compressed (`.xz`, `.gz`, `.bz2`, `.zst`). Text is UTF-8; line ends become `\\n`; blank documents are left out.
 """
@@ -54,8 +54,8 @@ class Source:
 
 
 def parse_source(text: str) -> Source:
-    """Parse `NAME=PATH`, or `PATH`, whose file or folder name becomes the domain's name. Raises DataError for an invalid name, and for a
-    path that is neither a file nor a folder."""
+    """Parse `NAME=PATH`, or `PATH`, whose file or folder name becomes the domain's name. Raises DataError for an invalid name,
+    and for a pipe, a socket or a device."""
     source = _named(text)
     if source.path != bundled.AUSTEN and _exists(source.path):
         files.refuse_special(Path(source.path))

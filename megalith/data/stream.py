@@ -2,7 +2,8 @@
 
 - Which domain: `mixture` gives the domain, and the number of earlier samples from it, which is the sample's number in the domain.
 - Which window: a domain's tokens are one long sequence, cut every `seq_len` tokens; window w reads tokens w * seq_len to (w + 1) * seq_len,
-  where the last one is only a target. So every token except the domain's first is a target exactly once an epoch. The last window is padded
+  where the last one is only a target. Every token except the domain's first is a target once an epoch (with document masks,
+  first tokens of documents are no targets). The last window is padded
   with end-of-text tokens that are no targets.
 - Which order: every epoch of a domain has its own permutation of its windows (`shuffle`).
 - Phases: mixture and sequence length may change at a sample. The current pass over a domain continues: the rest of its windows are read, in

@@ -82,7 +82,8 @@ class VerifiedFiles:
         self._right: dict[str, Path] = {}  # indices that have been compared -> where
 
     def tokens(self, shard: Shard, low: int, high: int) -> npt.NDArray[Any]:
-        """Return tokens `low` to `high` - 1 of a shard, uint16 or uint32 [high - low]. Raises DamagedDataError."""
+        """Return tokens `low` to `high` - 1 of a shard, uint16 or uint32 [high - low]. If no copy is intact, raises
+        DamagedDataError, or AwayDataError if a folder is unreachable."""
         dtype = np.dtype("<u2" if shard.dtype == "uint16" else "<u4")
         first, last = low * dtype.itemsize // BLOCK, -(-high * dtype.itemsize // BLOCK)
         end = min(last * BLOCK, shard.tokens * dtype.itemsize)

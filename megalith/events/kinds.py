@@ -59,14 +59,14 @@ class Holding(Event):
 
 @dataclass(frozen=True)
 class Step(Event):
-    """One step with an update. `updates`: number of the run's updates, including this one; with sites, the number of whole
-    batches that the sites have read. `seconds`: wall time on rank 0. `breakdown` divides `seconds` into data, forward, backward,
-    bubble (waiting for a neighbour in the pipeline), communication, optimizer and other. `memory`: bytes of rank 0, but
-    "resident" is the maximum over all ranks. `experts`: numbers of the worst layer, which are the largest load divided by the
-    mean load ("max_load"), the entropy of the loads (1: all are equal), and the share of token assignments that were "dropped";
-    empty without experts. `noise`: estimates of the gradient's squared norm ("signal") and of the variance of one sequence's
-    gradient ("noise"), and the gradient noise scale in sequences ("scale") and in "tokens", which is the ratio of their averages
-    over recent steps; empty if the plan allows no estimate.
+    """One step with an update. `updates`: number of the run's updates, including this one; with sites, the number of whole batches
+    that the sites have read. `seconds`: wall time on rank 0. `breakdown` divides `seconds` into data, forward, backward, bubble
+    (waiting for a neighbour in the pipeline), communication, optimizer and other. `memory`: bytes of rank 0, but "resident" is the
+    maximum over all ranks. `experts`: numbers of the worst layer, which are the largest load divided by the mean load ("max_load"),
+    the entropy of the loads (1: all are equal), and the share of token assignments that were "dropped"; empty without experts.
+    `noise`: estimates of the gradient's squared norm ("signal") and of the variance of one sequence's gradient ("noise"), and the
+    gradient noise scale, the ratio of the averages of "noise" and "signal" over recent steps, in sequences ("scale") and in tokens
+    ("tokens"); empty if the plan allows no estimate.
     """
 
     kind: ClassVar[str] = "step"
@@ -122,8 +122,8 @@ class Merge(Event):
     steps. `losses`: mean loss of each merged site over its last steps; None if the site has just started. `bytes_sent`,
     `bytes_received`: bytes of the first site. `waited`: seconds of the merge's `seconds` for which the first site's ranks waited
     for other sites. `norm`: norm of the mean difference. `spread`: root mean square distance of the sites' differences from their
-    mean. `merged`: the sites whose differences were merged. `sites`: number of all sites. `left`: sites that stop training at
-    this merge. `joined`: sites that begin to train after it. `number`: number of earlier merges. `count`: number of sites among
+    mean. `merged`: the sites whose differences were merged. `sites`: number of all sites. `left`: sites that stop training at this
+    merge. `joined`: sites that begin to train after this merge. `number`: number of earlier merges. `count`: number of sites among
     which later batches are divided. `samples`: samples that the merged weights were trained on, of the run's `total`. `mark`:
     digest of all merges so far. `decided`: the site that decided the merge; None in logs of earlier versions. If merges are
     asynchronous, `merged` has a site once for each of its differences; `taken`, `ages` and `weights` have each difference's step

@@ -83,8 +83,8 @@ class Reader:
 
 
 def read(run_dir: Path) -> Reader:
-    """Return a reader of the events in a run folder. It yields no events if there is no log. Iteration raises OSError if the log exists but
-    cannot be read."""
+    """Return a reader of the events in a run folder. The reader yields no events if there is no log. Iteration raises OSError if
+    the log exists but cannot be read."""
     return Reader(run_dir)
 
 

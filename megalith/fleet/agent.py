@@ -42,8 +42,8 @@ PIECES: TypeAdapter[list[Piece]] = TypeAdapter(list[Piece])
 class Agent:
     """The agent of a node. `order`: the launcher's number of the node; nodes get their first ranks in this order. `store` and
     `beating`: two connections to one store, so that a wait on the first does not delay heartbeats on the second. `cut_off` is
-    called by a thread if the store is not reached for `seconds`; it must end the process, because a call to the store may never
-    return. `pieces` returns the copies of the state on this node.
+    called, perhaps in a thread, if the store fails or is not reached for `seconds`, or if the controller declares the node lost;
+    it must end the process, because a call to the store may never return. `pieces` returns the copies of the state on this node.
     """
 
     def __init__(
@@ -93,8 +93,8 @@ class Agent:
         self._reached = time.monotonic()
 
     def take_requests(self) -> None:
-        """From now on, report to the controller on SIGTERM, SIGUSR1, SIGINT or SIGHUP (unless ignored) that the scheduler takes
-        this node away. Call this in the main thread."""
+        """From now on, report to the controller that the scheduler takes this node away, if SIGTERM, SIGUSR1, SIGINT or (unless
+        it was ignored) SIGHUP arrives. Call this in the main thread."""
 
         def note(number: int, frame: FrameType | None) -> None:
             self._asked_to_go = True

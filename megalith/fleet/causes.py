@@ -101,7 +101,7 @@ class RankError:
 
 
 def signal_name(number: int) -> str:
-    """Return a signal's name (9: SIGKILL); real-time signals have only numbers."""
+    """Return a signal's name (9: SIGKILL); most real-time signals have only a number ("signal 40")."""
     try:
         return signal.Signals(number).name
     except ValueError:

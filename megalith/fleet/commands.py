@@ -9,8 +9,7 @@ from megalith.tagged import Family
 
 @dataclass(frozen=True)
 class Command:
-    """Base of all commands. Base of the commands in a decision. The process that runs or simulates the ranks carries them out in
-    order."""
+    """Base of the commands in a decision. The process that runs or simulates the ranks carries them out in order."""
 
     kind: ClassVar[str] = ""
 

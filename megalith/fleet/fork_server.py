@@ -7,7 +7,7 @@ never released. The server reads commands from standard input and writes reports
     {"fork": {"job": path, "ranks": [...]}}          ->  {"forked": {rank: process id}}  or  {"problem": text}
                                                          {"exit": rank, "code": as in subprocess, "time": seconds since the epoch}
 
-When the input ends, the supervisor has ended, so the server kills every rank and exits.
+When the input ends, because the supervisor has ended or closed it, the server kills every rank and exits.
 """
 
 import contextlib

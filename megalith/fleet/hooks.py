@@ -14,7 +14,8 @@ from megalith.fleet.rank_info import RankInfo
 
 
 class Faults:
-    """The faults that one rank injects. `due` marks the faults that it returns, so that none is injected twice."""
+    """The faults that one rank injects. `due` records the faults that it returns, so that a restarted rank does not inject them
+    again."""
 
     def __init__(self, path: Path, rank_info: RankInfo, generation: str = "") -> None:
         self.rank_info, self._generation = rank_info, generation

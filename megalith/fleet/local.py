@@ -187,7 +187,7 @@ class LocalNodes:
         return [(root, self._key) for root in (self._memory, self._disk) if root is not None and self._key is not None]
 
     def forget(self) -> None:
-        """Invalidate the copies of the state on this machine's nodes, including lost ones."""
+        """Invalidate the copies of the state of all nodes on this machine, including lost nodes."""
         for root, secret in self._roots():
             for name in self._names:
                 copies.forget(node_folder(root, name), key=secret)

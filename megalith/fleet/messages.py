@@ -82,7 +82,7 @@ def orders(store: Store, member: int, unreadable: UnreadableMessages | None = No
 
 
 def answers(store: Store, member: int, unreadable: UnreadableMessages | None = None) -> Messages:
-    """The agent's answers."""
+    """Return the queue of an agent's answers to the controller."""
     return Messages(store, f"answers/{member}", unreadable)
 
 

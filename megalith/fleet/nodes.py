@@ -17,8 +17,8 @@ from megalith.fleet.tiers import Copy, Source
 class Generation:
     """One start of all ranks. `name`: unique name of this start. `placement`: the node of each slot. `source`: the copy of the
     state to restore; None: the entry function chooses one. `shrunk`: the ranks run the job's fallback; they keep no copies in
-    memory, and earlier copies there are deleted, because those are sharded for the run's own plan. `epoch`: the epoch of the run
-    folder's owner (`megalith.epochs`).
+    memory or on disks, and earlier copies there are invalidated, because those are sharded for the run's own plan. `epoch`: the
+    epoch of the run folder's owner (`megalith.epochs`).
     """
 
     name: str

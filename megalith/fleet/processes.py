@@ -30,7 +30,7 @@ class Processes(Protocol):
 
     @property
     def fit(self) -> bool:
-        """True if this process can start another generation at once."""
+        """True if another generation can be started at once."""
         ...
 
     def running(self) -> dict[int, int]:
@@ -144,7 +144,7 @@ class FreshProcesses:
 
 def method(environment: Mapping[str, str] = os.environ) -> str:
     """Return how ranks start here: the value of MEGALITH_START, else "fork" on Linux and "spawn" elsewhere. Raises ValueError for
-    another word."""
+    any other value, and for "fork" on macOS."""
     asked = environment.get(METHOD)
     if asked is None:
         return "fork" if sys.platform == "linux" else "spawn"

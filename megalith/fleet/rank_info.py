@@ -30,7 +30,7 @@ class RankInfo:
 
     @classmethod
     def find(cls, environment: Mapping[str, str] = os.environ) -> "RankInfo":
-        """Read a rank's nodes and folders from the environment. Without a supervisor, there is one slot with one rank."""
+        """Read a rank's nodes and folders from the environment. Without a supervisor, there is one slot, which has all ranks."""
         rank, world = int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1"))
         memory, disk = (Path(root) if (root := environment.get(name)) else None for name in (MEMORY, DISK))
         placement = tuple(environment.get(PLACEMENT, "0").split(","))

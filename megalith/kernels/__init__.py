@@ -1,1 +1,1 @@
-"""Fast versions of frequent operations, each with a plain version that defines its result."""
+"""Fast versions of frequent operations, most with a plain version that defines the result; and what they share, such as random draws."""

@@ -44,7 +44,8 @@ class Kernel:
 
 
 def kernel_for(q: Tensor, v: Tensor, softcap: float | None = None) -> Kernel:
-    """Return the fastest kernel for such tensors: the device's fused one, except for soft caps, and on CUDA for fp32 or wide heads."""
+    """Return the fastest kernel for such tensors: the device's fused one if it supports them (none supports soft caps, and on CUDA none
+    supports fp32 or wide heads), else a plain one. Some CPUs use `blocked` for bf16."""
     if softcap is not None:
         return chunked(softcap)
     if pays(q):
@@ -83,7 +84,7 @@ class Running(NamedTuple):
 
     @classmethod
     def start(cls, q: Tensor, v: Tensor) -> "Running":
-        """Begin without keys."""
+        """Return the values for no keys: the output 0, and the log-sum-exp minus infinity."""
         batch, heads, seq, _ = q.shape
         dtype = work_dtype(q.dtype)
         return cls(

@@ -3,8 +3,8 @@ are computed later, when the rank would otherwise be idle.
 
 Zero-bubble schedules (Qi et al. 2024, arXiv:2401.10241) split a backward into I (gradient of the input) and W (of the weights). A
 Function whose weight gradient needs a matrix product passes this product to `weight_gradient`. Inside `deferring` the product is
-put into a queue, and W computes it. Weight gradients of a function that backward runs again are computed in I: to wait, they would
-keep the tensors that recomputation frees.
+put into a queue, and W computes it. Unless `Queue.recomputed` is set, weight gradients of a function that backward runs again are
+computed in I, because waiting would keep the tensors that recomputation frees.
 """
 
 from collections.abc import Callable, Iterator

@@ -29,9 +29,9 @@ class Tokens:
     positions: Tensor
     """int64 [seq]: position of each token in its whole sequence"""
     wide: bool = False
-    """True while every product is computed wide, whatever the recipe."""
+    """True while every product is computed in high precision, whatever the recipe."""
     raised: frozenset[str] = frozenset()
-    """Names of the model's parts (such as `blocks.3`) whose products are now computed wide."""
+    """Names of the model's parts (such as `blocks.3`) whose products are now computed in high precision."""
 
     @property
     def numbers(self) -> Tensor:

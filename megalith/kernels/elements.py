@@ -128,8 +128,8 @@ def exponent_up(amax: Tensor, element: Element) -> Tensor:
 
 
 def exponent_down(amax: Tensor, element: Element) -> Tensor:
-    """Return floor(log2(amax)) less the exponent of the largest number, from -127 to 127 (OCP Microscaling Formats 1.0, section
-    6.3). Values above the largest number times 2^k saturate. NaN, infinities and 0 are treated as in `exponent_up`."""
+    """Return k: floor(log2(amax)) less the exponent of the format's largest number, from -127 to 127 (OCP Microscaling Formats 1.0,
+    section 6.3). Values above the format's largest number times 2^k saturate. NaN, infinities and 0 are treated as in `exponent_up`."""
     return _special((amax.view(torch.int32) >> MANTISSA) - 127 - element.top, amax)
 
 

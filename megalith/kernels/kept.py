@@ -1,4 +1,4 @@
-"""Wide products that keep their inputs for backward in 8 bits.
+"""High-precision products that keep their inputs for backward in 8 bits.
 
 Only the gradient of the weight needs the kept input, so 8 bits change neither forward nor the gradients of activations. The only
 exceptions are gradients through an activation function whose factors are kept in 8 bits too. A tile of a row shares a scale, the

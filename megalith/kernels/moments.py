@@ -17,8 +17,8 @@ from torch import Tensor
 from megalith.kernels.elements import E4M3, decode, decode_exponent, encode_exponent, exponent_up, power, rounded
 
 MINIMUM = 2.0 ** (E4M3.lowest - E4M3.mantissa)
-"""The smallest number above 0 in E4M3. A root that is not 0 is stored as at least this number, because an update with a
-denominator of 0 would be unbounded."""
+"""The smallest number above 0 in E4M3. A root that is not 0 is stored as at least this number times its block's scale,
+because an update with a denominator of 0 would be unbounded."""
 _ODD = (0x7FEB352D, 0x846CA68B)
 _GOLDEN = 0x9E3779B9
 _WORD = 0xFFFFFFFF

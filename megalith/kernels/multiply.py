@@ -1,4 +1,4 @@
-"""The only code for matrix products with a weight: forward, the gradient of the input, and the gradient of the weight.
+"""The code for matrix products with a weight (except those in `OUTSIDE`): forward, and the gradients of the input and of the weight.
 
 A recipe determines how the three products are computed, for instance in narrow formats: it is a subclass of `Multiply` that overrides them,
 and a row in `parallel.precision.RECIPES`. Layers, experts, the output and overlapped communication multiply by a weight only through

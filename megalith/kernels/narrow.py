@@ -1,8 +1,8 @@
 """Recipes for products whose factors are in formats of 8 or 4 bits. If scales are powers of two, bf16 represents each scaled
 number exactly, and the product is a bf16 product of rounded factors. NVFP4's scales and fp32 scales are not powers of two, so
 products with these scales are computed in fp32 and rounded once. By definition of these formats, each tile of the inner dim gives
-one fp32 partial sum; here the order of sums differs. Each factor is rounded along the dim over which its product sums. Such a
-product is no faster than one in bf16: it only computes the numbers that hardware with few bits would compute. `kernels.scaled`
+one fp32 partial sum; here the order of sums differs. Each factor is rounded along the dim over which its product sums. A product
+of rounded factors is no faster than one in bf16: it only computes the numbers that hardware with few bits would compute. `kernels.scaled`
 multiplies in 8 bits.
 """
 
@@ -213,8 +213,8 @@ class Narrow(Multiply, ABC):
         return of_x if out is None else out.copy_(of_x)
 
     def wgrad(self, grad: Tensor, x: Tensor, *, sizes: Sizes | None = None) -> Tensor:
-        """gradᵀ x, the gradient of the weight, as in `Multiply`. Weight gradients of experts are computed wide, because the plan
-        would determine which tokens share a block."""
+        """gradᵀ x, the gradient of the weight, as in `Multiply`. Weight gradients of experts are computed in high
+        precision; otherwise the plan would determine which tokens share a block."""
         if sizes is not None or self.choices.weight_gradient == "wide" or self._wide:
             return super().wgrad(grad, x, sizes=sizes)
         if self.codes and not self.draws and not self.rotation:

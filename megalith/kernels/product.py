@@ -1,8 +1,8 @@
 """The product a b of matrices: in bf16 also for processors without bf16 instructions, and in fp16 for every processor.
 
 Without native instructions, torch's products in bf16 and in fp16 take many times as long as fp32 products (benchmarks/parts.py).
-In these cases the factors are converted to fp32, which is exact, and the product is rounded once, as native instructions would do
-(in fp16, this is the definition on a CPU). Counters of operations see only one product and its result.
+In bf16 without such instructions, and in fp16, the factors are converted to fp32, which is exact, and the product is rounded once,
+as native instructions would do (in fp16, this is the definition on a CPU). Counters of operations see only one product and its result.
 """
 
 import functools
@@ -24,7 +24,8 @@ def native() -> bool:
 
 
 def widened(a: Tensor) -> bool:
-    """True if products of `a` are computed in fp32: not for fake tensors, and not under torch.compile, which picks its own kernels."""
+    """True if products of `a` are computed in fp32: on a CPU in fp16, and in bf16 without native instructions; but not for fake tensors,
+    and not under torch.compile, which picks its own kernels."""
     if a.dtype not in (torch.bfloat16, torch.float16) or a.device.type != "cpu" or torch.compiler.is_compiling():
         return False
     return type(a) in (Tensor, nn.Parameter) and (a.dtype == torch.float16 or not native())

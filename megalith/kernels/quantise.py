@@ -1,4 +1,4 @@
-"""Tensors in narrow formats: codes, and scales that blocks of codes share. This module is the definition, in plain torch.
+"""Tensors in narrow formats: codes, and scales that blocks of codes share. This module defines their numbers, in plain torch.
 
 A block is a rectangle of a matrix [..., rows, columns]; it never spans several matrices. The last block of a row or column may be short. A
 number is its code's value times its block's scale, times the whole tensor's scale if there is one (NVFP4: arXiv:2509.25149, appendix B). A
@@ -29,8 +29,8 @@ from megalith.kernels.elements import (
 
 Scale = Literal["up", "down", "fp32", "e4m3"]
 Share = Callable[[Tensor], Tensor]
-"""Function that replaces this rank's maxima of blocks (fp32) by the maxima over all ranks that hold a part of these blocks, in
-place."""
+"""Function that gets this rank's maxima of blocks (fp32), and returns the maxima over all ranks that hold a part of these blocks (or,
+with delayed scaling, maxima of earlier steps)."""
 
 ALL = 0
 """Block size that stands for the whole dimension."""
@@ -100,8 +100,8 @@ def narrowed(
     scales are powers of two, else fp32, because bf16 cannot represent them. `lost`, int64 [3], is increased by three numbers:
     that of all elements, of elements that saturate, and of nonzero elements that become 0.
 
-    If scales are powers of two, the numbers are the same for every block whose largest number is at least 2^-90; in smaller blocks,
-    differences of 2^-126 are lost.
+    If scales are powers of two, the numbers equal those of `quantise` in each block whose largest number is at least 2^-90; in smaller
+    blocks, differences of 2^-126 are lost.
     """
     if not scaling.exact:
         scaled, scales, whole = _scaled(x, scaling, share)

@@ -7,7 +7,8 @@ from megalith.kernels.quantise import ALL
 
 class Blockwise(Narrow):
     """FP8 in tiles (DeepSeek-V3, arXiv:2412.19437, section 3.3.2): activations and gradients share a scale in tiles of 1 x 128 along the
-    inner dim, weights in squares of 128 x 128, so that a weight has the same numbers in forward and backward. Scales are powers of two."""
+    inner dim, weights in squares of 128 x 128, so that a weight has the same numbers in forward and backward. By default, scales are
+    powers of two."""
 
     tile = 128
 

@@ -32,7 +32,7 @@ PAIRS = {((ALL, ALL), (ALL, ALL)), ((1, ALL), (1, ALL)), ((1, TILE), (1, TILE)),
 """Pairs of blocks that torch can multiply, written as if the product summed over the columns of both factors."""
 GRAPHS = 256
 """Number of combinations of formats, blocks and shapes that the compiler keeps. The compiler's default, 8, is too low for a
-model. Its default limit, 8, is too low for a model."""
+model."""
 
 
 @dataclass(frozen=True)

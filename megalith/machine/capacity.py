@@ -3,7 +3,8 @@ later fork."""
 
 import ctypes
 import os
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,22 +46,30 @@ def memory_limit(*, proc: Path = PROC, groups: Path = GROUPS) -> tuple[float, st
     """Return the maximum bytes of memory for this process, and the name of what limits them: the machine, or the narrowest of the control
     groups that this process is in (versions 1 and 2)."""
     limits = {"this machine": _physical(proc)}
-    try:
-        lines = (proc / "self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
+    limits |= {f"the control group {group}": limit for group, limit, _ in _memory_groups(proc, groups)}
+    name = min(limits, key=lambda each: limits[each])
+    return limits[name], name
+
+
+def memory_left_in_groups(*, proc: Path = PROC, groups: Path = GROUPS) -> float:
+    """Return how many bytes more this process could use before any of its control groups reaches its limit; infinite without a limit.
+    Cached files that were not read for a while count as free, because the kernel drops them first."""
+    return min((max(0.0, limit - used) for _, limit, used in _memory_groups(proc, groups)), default=float("inf"))
+
+
+def _memory_groups(proc: Path, groups: Path) -> Iterator[tuple[Path, float, float]]:
+    """Yield each control group of this process that limits memory, with its limit and its used bytes."""
+    for line in _read(proc / "self/cgroup").splitlines():
         _, controllers, own = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
-        root, file = (groups / "memory", "memory.limit_in_bytes") if controllers else (groups, "memory.max")
+        root, names = (groups / "memory", ("limit_in_bytes", "usage_in_bytes")) if controllers else (groups, ("max", "current"))
         inside = Path(own.lstrip("/"))
         for group in (root / inside, *(root / above for above in inside.parents)):
-            text = _read(group / file)
-            if text.isdecimal():
-                limits[f"the control group {group}"] = float(text)
-    name = min(limits, key=lambda each: limits[each])
-    return limits[name], name
+            limit, used = (_read(group / f"memory.{name}") for name in names)
+            if limit.isdecimal():
+                cached = re.search(r"^(?:total_)?inactive_file (\d+)$", _read(group / "memory.stat"), re.MULTILINE)
+                yield group, float(limit), float(used or 0) - float(cached[1] if cached else 0)
 
 
 def _read(path: Path) -> str:

@@ -1,6 +1,6 @@
 """Health of this machine's GPUs, from `nvidia-smi`, the kernel's log and DCGM, if these are available.
 
-Some functions of this module run these programs; pure functions parse and judge their output. None needs torch. All findings are
+Some functions of this module run these programs; pure functions parse and judge their output. No function needs torch. All findings are
 `health.Finding`s.
 """
 

@@ -3,7 +3,7 @@ function judges the measurement.
 
 `megalith doctor` runs these checks; `admission.py` chooses which of them run before a start and before a quarantined node
 returns. Checks of GPUs are in `gpus.py`. Checks that need torch (a burn-in of matrix products, a collective over the ranks) are
-in `prove/doctor.py`. All return findings.
+in `prove/doctor.py`. All checks return findings.
 """
 
 import contextlib
@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+
+from megalith.machine.capacity import memory_left_in_groups
 
 Verdict = Literal["ok", "warn", "fail"]
 MIB, GIB = 2.0**20, 2.0**30
@@ -60,7 +62,7 @@ class Needs:
 
 
 def doctor(folder: Path, *, needs: Needs | None = None) -> list[Finding]:
-    """Run every check of this machine; `folder` is where the run will write. Takes about a second."""
+    """Run all checks of this machine; `folder` is where the run will write (`disk_speed` includes `writable`). Takes about a second."""
     asked = needs or Needs()
     return [
         memory(asked.memory),
@@ -100,9 +102,9 @@ def _speed(value: float) -> str:
 
 
 def memory(limit: float) -> Finding:
-    """Check the memory that is available without swapping, on this machine and in this process's control group."""
+    """Check the memory that is available without swapping on this machine and in the control groups of this process."""
     way_out = "Stop other programs on this machine, or train with fewer ranks, a smaller microbatch or more recomputation"
-    return at_least("memory", min(_available(), _left_in_group()), limit, form=_size, way_out=way_out)
+    return at_least("memory", min(_available(), memory_left_in_groups()), limit, form=_size, way_out=way_out)
 
 
 def _available() -> float:
@@ -111,14 +113,6 @@ def _available() -> float:
         return next(float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
         return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-
-
-def _left_in_group(root: Path = Path("/sys/fs/cgroup")) -> float:
-    try:
-        most, used = ((root / f"memory.{name}").read_text(encoding="utf-8").strip() for name in ("max", "current"))
-    except OSError:
-        return float("inf")
-    return float("inf") if most == "max" else max(0.0, float(most) - float(used))
 
 
 UNSEEN = "Check that its file system is mounted and responds, or use another folder"

@@ -1,8 +1,8 @@
-"""Nodes on one machine as Linux network namespaces. Each has one interface, at a common switch, so a node whose interface is down
-is really unreachable.
+"""Nodes on one machine as Linux network namespaces. In `joined`, each has one interface, at a common switch, so a node whose
+interface is down is really unreachable.
 
-A campaign uses such namespaces to take a node's interface down without affecting other nodes. If `VARIABLE` is set, each rank
-enters its node's namespace.
+A campaign of injected faults uses such namespaces to take a node's interface down without affecting other nodes. If `VARIABLE`
+is set, each rank enters its node's namespace.
 """
 
 import contextlib

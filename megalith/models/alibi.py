@@ -15,8 +15,8 @@ class Alibi(nn.Module):
     """Appends CHANNELS channels to each query and key; their products are the biases of the scores.
 
     A softmax does not change if all scores of a query change by the same number, so slope * j replaces slope * (j - i). Key j's position is
-    split into two numbers that any format holds exactly, and the query's slope into two numbers as well, so four products add up to the
-    bias. Thus every attention kernel, also under context parallelism, computes the biases as a part of its scores.
+    split into two numbers that bf16 holds exactly (for j < 65,536), and the query's slope into two numbers as well, so four products
+    add up to the bias. Thus every attention kernel, also under context parallelism, computes the biases as a part of its scores.
     """
 
     def __init__(self, heads: int, scale: float) -> None:

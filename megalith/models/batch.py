@@ -11,7 +11,7 @@ SegmentLengths = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Batch:
-    """One microbatch. Tensors are [batch, seq]. A part of the model that needs none of these tensors ignores the batch.
+    """One microbatch. Tensors are [batch, seq] unless noted. A part of the model that needs none of these tensors ignores the batch.
 
     Under context parallelism the tensors cover this rank's part of each sequence, but `segments` describes whole sequences.
     """

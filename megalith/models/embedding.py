@@ -13,7 +13,7 @@ from megalith.spec.model import EmbeddingSpec
 
 
 class Lookup(nn.Module):
-    """Rows of a table. Vocabulary parallelism replaces this module."""
+    """Looks up rows of a table. Vocabulary parallelism replaces this module."""
 
     def forward(self, tokens: Tensor, weight: Float[Tensor, "vocab dim"]) -> Float[Tensor, "batch seq dim"]:
         return F.embedding(tokens, weight)

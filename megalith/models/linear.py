@@ -8,7 +8,7 @@ from megalith.kernels.multiply import Multiply
 
 class Linear(nn.Linear):
     """torch's linear layer, but without a bias by default, and with a child module `multiply` that computes the products. Recipes and
-    overlap replace this module.
+    overlap replace `multiply`.
 
     Under tensor parallelism, a rank may compute only the outputs `rows`, or leave out the bias, which is then added after the sum over the
     ranks.

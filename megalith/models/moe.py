@@ -48,7 +48,7 @@ class Experts(nn.Module):
 
 
 class Pending(Protocol):
-    """Rows on their way."""
+    """Rows that are in transit between ranks."""
 
     def wait(self) -> Tensor:
         """The rows that arrived."""
@@ -95,7 +95,7 @@ class TokenDispatcher(Protocol):
         ...
 
     def combine(self, rows: Tensor, traffic: Traffic) -> Tensor:
-        """Send the results back. Differentiable."""
+        """Send the experts' results back to the ranks of the tokens. Differentiable."""
         ...
 
     def start_dispatch(self, rows: Tensor, traffic: Traffic) -> Pending:
@@ -306,7 +306,7 @@ class Moe(nn.Module):
 
     def finish_combine(self, rows: Tensor, destinations: Destinations) -> Tensor:
         """Return, for each token, the weighted sum [batch, seq, dim] of the experts' results that came back. If gradients are dispatched in
-        8 bits, backward rounds a token's gradient before, so that all experts of the token get the same gradient."""
+        8 bits, backward first rounds the gradient of a token once, so that all experts of the token get the same gradient."""
         tokens, scaling = (
             self.unpermute(rows, destinations.weights, destinations.order),
             self.experts.multiply.gradients_dispatched_as,

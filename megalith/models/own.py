@@ -25,8 +25,8 @@ class OwnModule:
 def own_part(name: str, dim: int, spec: Any, *more: Any) -> nn.Module:
     """Build a user's own part. The part's class is called with `dim`, `spec` and `more`, in this order.
 
-    Raises own.OwnPartError if the module's parameters differ from the declared tensors, or if the module has buffers. Raises AbsentError if
-    the part has not been imported."""
+    Raises own.OwnPartError if the class fails, if the module's parameters differ from the declared tensors, if the module has buffers, or
+    if it lacks a declared core. Raises AbsentError if the part has not been imported."""
     row, tensors = PARTS[name], declared(name, dim, spec)
     make: Any = own.load(row.module)
     try:

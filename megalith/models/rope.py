@@ -56,7 +56,7 @@ def magnitude(scaling: RopeScaling | YarnScaling | LinearScaling | None) -> floa
 
 
 def temperature(scaling: RopeScaling | YarnScaling | LinearScaling | None) -> float:
-    """Return the factor by which YaRN multiplies attention scores (computed from DeepSeek-V2's `mscale_all_dim`, squared)."""
+    """Return the factor by which YaRN multiplies attention scores: the square of `_mscale` of `mscale_all_dim` (DeepSeek-V2); else 1."""
     if not isinstance(scaling, YarnScaling):
         return 1.0
     return _mscale(scaling.factor, scaling.mscale_all_dim) ** 2

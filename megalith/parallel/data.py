@@ -3,10 +3,10 @@ reduce.
 
 A parameter has two forms. The **master** (sharded) form is this rank's share of the master weights, a DTensor that knows its global shape;
 the optimizer, checkpoints and norms use this form. The **compute** (unsharded) form is a plain tensor in the module, in the run's
-precision, allocated only while it is needed. A bucket handles all parameters of a part together: one all-gather of the weights before use,
-and one reduce-scatter of the gradients afterwards. torch's FSDP2 is not used, because here the pipeline program decides when each exchange
-happens. Exchanges also happen between the two halves of a split backward, between the two copies of a stage in a bidirectional pipeline,
-and on the separate mesh of the experts.
+precision, allocated only while it is needed. A bucket handles together all parameters of a part that lie on one mesh: one all-gather of the
+weights before use, and one reduce-scatter of the gradients afterwards. torch's FSDP2 is not used, because here the pipeline program decides
+when each exchange happens. Exchanges also happen between the two halves of a split backward, between the two copies of a stage in a
+bidirectional pipeline, and on the separate mesh of the experts.
 """
 
 from collections.abc import Callable, Sequence

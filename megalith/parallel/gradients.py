@@ -169,7 +169,7 @@ def where_not_finite(
 
 
 def not_finite(step: int, *, reason: str, where: str) -> NotFinite:
-    """Return the error for step `step` + 1 if its loss or gradient norm is not finite."""
+    """Return the error for step `step` + 1, whose loss or gradient norm is not finite."""
     return NotFinite(
         f"step {step + 1}: {reason}; NaN or Inf in {where}. No weight was changed. "
         f"{NUMERICS} All checkpoints of this run were saved before this step."

@@ -1,7 +1,7 @@
 """Process groups of the mesh of `megalith.mesh`.
 
-Some of the started ranks may not train, so `world` is the group of the ranks that train, and a mesh numbers its ranks within `world`. Only
-`join`, which makes `world`, and `Groups.build` use torch's default group.
+Some of the started ranks may not train, so `world` is the group of the ranks that train, and a mesh numbers its ranks within `world`. In a
+training run, only `train.run.join`, which makes `world`, and `Groups.build` use torch's default group.
 """
 
 from collections.abc import Callable, Sequence

@@ -3,10 +3,10 @@
 There are four graphs: attention with routing, the shared expert, the experts, and the final sum. While rows are in flight, the executor
 runs another microbatch, or at least the shared expert. Backward exchanges the gradients in the reverse order.
 
-Rows of tokens are the largest tensors, so a rank keeps only the rows that its experts received, which the gradients of the experts' weights
-need. The combined results are not kept, although the gradients of the routing weights depend on them. Instead, each routing weight is sent
-to the expert's rank, which computes the weight's gradient and sends it back. The operations have the same order as in a plain backward, so
-the gradients have the same bits.
+Rows of tokens are the largest tensors. A rank keeps the rows that its experts received, for the gradients of the experts' weights, and its
+experts' results, for the gradients of the routing weights. Results that come back to a token's rank are not kept there, although the
+gradients of its routing weights depend on them. Instead, each routing weight is sent to the expert's rank, which computes the weight's
+gradient and sends it back. The operations have the same order as in a plain backward, so the gradients have the same bits.
 """
 
 from collections.abc import Callable, Sequence

@@ -57,7 +57,7 @@ def install() -> None:
 
 
 def gather(whole: Tensor, mine: Tensor, boxed: Any, async_op: bool = True, timeout: int = -1) -> tuple[Tensor, Any]:
-    """`c10d::_allgather_base_`."""
+    """Replacement of the operation `c10d::_allgather_base_`."""
     group = ProcessGroup.unbox(boxed)
     backend = _backend(group)
     if _small("gather", backend, whole):
@@ -70,7 +70,7 @@ def gather(whole: Tensor, mine: Tensor, boxed: Any, async_op: bool = True, timeo
 def scatter(
     mine: Tensor, whole: Tensor, boxed: Any, operator: Any, async_op: bool = True, timeout: int = -1
 ) -> tuple[Tensor, Any]:
-    """`c10d::_reduce_scatter_base_`."""
+    """Replacement of the operation `c10d::_reduce_scatter_base_`."""
     group, operator = ProcessGroup.unbox(boxed), ReduceOp.unbox(operator)
     backend, adds = _backend(group), _adds(operator)
     if adds and _small("scatter", backend, whole):
@@ -86,8 +86,8 @@ def scatter(
 def reduce(
     tensors: list[Tensor], boxed: Any, operator: Any, sparse: Tensor | None, async_op: bool = True, timeout: int = -1
 ) -> tuple[list[Tensor], Any]:
-    """`c10d::allreduce_`. A tensor with fewer elements than ranks uses the ring, which is then faster because most of its steps are
-    empty."""
+    """Replacement of the operation `c10d::allreduce_`. A tensor with fewer elements than ranks uses the ring, which is then faster because
+    most of its steps are empty."""
     group, operator = ProcessGroup.unbox(boxed), ReduceOp.unbox(operator)
     backend, adds, ranks, (first, *more) = _backend(group), _adds(operator), group.size(), tensors
     if adds and sparse is None and not more and first.numel() >= ranks and _small("reduce", backend, first):

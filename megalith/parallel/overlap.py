@@ -141,7 +141,8 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """Multiplies x [batch, seq, in] by this rank's part of a weight; returns its share [batch, length, out] of the sum over the ranks."""
+    """Multiplies x [batch, seq, in] by this rank's part of a weight; returns this rank's share [batch, length, out] of the sum over the
+    ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, pieces: Pieces, recipe: Multiply) -> Tensor:

@@ -1,9 +1,9 @@
 """Packs a rank's shares of several weights into one message of bytes. A weight is sent in its own format, or in 8 bits as the codes and
 scales of tiles.
 
-A tile never spans two shards, so its codes are the same whether the weight is whole or sharded. A gathered weight is already rounded as a
-product rounds it, so the product's own rounding does not change it again. If scales are in fp32, the gathered weight is rounded to bf16;
-the product still gets the same codes and scales, because the largest number of each tile is exact in bf16.
+A tile never spans two shards, so its codes are the same whether the weight is whole or sharded. A weight that was sent in 8 bits is already
+rounded as a product rounds it, so the product's own rounding does not change it again. If scales are in fp32, the gathered weight is
+rounded to bf16; the product still gets the same codes and scales, because the largest number of each tile is exact in bf16.
 """
 
 from collections.abc import Iterable, Sequence

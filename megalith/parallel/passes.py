@@ -1,8 +1,8 @@
 """Forward and backward of a stage, part by part: each part has its own graph. Between two parts, the runner can gather and drop weights and
 reduce gradients, and it can split a backward into two halves.
 
-A graph holds only the tensors that autograd saved. Its inputs and outputs are not leaves and roots of the graph, so the graph does not keep
-them in memory; with many microbatches in flight, this saves much memory.
+A graph holds only the tensors that autograd saved. The inputs and outputs of a part are not leaves and roots of the part's graph, so the
+graph does not keep them in memory; with many microbatches in flight, this saves much memory.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence

@@ -28,8 +28,8 @@ SEAMS = {"attend": "attend", "mlp.experts": "mlp.run", "mlp.shared": "mlp.shared
 """Parts of a block that are not exactly one module, and the method that computes each of them."""
 
 FORMED = {"mlp.activation": (Mlp, Experts), EXPERTS_ACTIVATION: (Experts,)}
-"""Parts whose recomputation runs no module again, and their modules. Their activations are computed again from saved factors when the
-gradient of the next weight needs them."""
+"""Parts whose recomputation runs no module again, and their modules. The activations of these modules are computed again from saved factors
+when the gradient of the next weight needs them."""
 
 
 class Checkpointed:

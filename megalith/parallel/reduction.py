@@ -40,7 +40,8 @@ class Reduction:
 
 
 class Reducer:
-    """A rank's reductions in progress. At most one reduce-scatter and one all-reduce run at once, which limits the memory for them."""
+    """A rank's reductions in progress. After each `add`, at most one reduce-scatter and one all-reduce are in progress, which limits the
+    memory for them."""
 
     def __init__(self) -> None:
         self.first: Reduction | None = None
@@ -63,7 +64,7 @@ class Reducer:
         self.first, self.last = None, self.first
 
     def finish(self) -> None:
-        """Wait for all."""
+        """Wait for all reductions in progress."""
         self._advance()
         if self.last is not None:
             self.last.finish()

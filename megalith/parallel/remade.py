@@ -1,4 +1,4 @@
-"""Frees the tensors that a first computation passes to a second one after the forward, and computes these tensors again in backward.
+"""After the forward, frees the tensors that a first computation passed to a second one, and computes these tensors again in backward.
 
 Activation checkpointing would run both computations again. Here the second computation, such as attention, does not run again. Only the
 inputs of the second computation are computed again, from those of the first, with a graph for their gradients.

@@ -2,9 +2,9 @@
 
 Autograd passes each tensor that it saves to a hook (`torch.autograd.graph.saved_tensors_hooks`). At the end of a block's forward, the
 memory of these tensors moves to a tier. If several saved tensors are views of one memory, the memory moves once, to the place nearest to
-the device. Memory that the step needs anyway stays on the device: weights, buffers, and tensors of the microbatch. So do tensors of a named
-part whose action keeps them on the device (`PlacedFunction`). Backward gets the same bits with the same strides, so it computes the same
-bits.
+the device. Memory that the step needs anyway stays on the device: weights, buffers, and tensors of the microbatch. Tensors of a named part
+whose action keeps them on the device stay there too (`PlacedFunction`). Backward gets the same bits with the same strides, so it computes
+the same bits.
 """
 
 import weakref

@@ -121,7 +121,7 @@ class Advice:
     critical: int | None
     """The largest batch, in sequences, with a loss as good as with the run's batch; None if no batch is known to be as good."""
     begins: int | None
-    """The smallest batch above `critical` whose loss is worse; None: no tried batch is worse."""
+    """The smallest batch above the run's own whose loss is worse; None: no batch above the run's own is worse."""
 
     @property
     def words(self) -> str:

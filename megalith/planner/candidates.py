@@ -37,7 +37,8 @@ WIDEST = 72
 """Largest number of tensor ranks: the devices of the largest domain of fast links below a pod (NVL72)."""
 
 LONG = 16_384
-"""Sequence length in tokens from which context parallelism is tried; a rank gets at least a quarter of this length."""
+"""Tokens of a sequence. A context rank gets at least a quarter of this number, so context parallelism is tried for sequences of at least
+half this number."""
 
 
 def searched() -> tuple[str, ...]:
@@ -71,7 +72,7 @@ class Space:
     compile_split: bool = True
     """Also compile blocks that are split among ranks."""
     again: tuple[str, ...] = (SEGMENTS, NESTED)
-    """Recomputation policies to try if a plan with full recomputation does not fit."""
+    """Recomputation policies to try if a plan with full recomputation does not fit, or leaves little memory free."""
     offload: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
     """Shares of the optimizer's state in host memory, for plans that do not fit on the device. The smallest share that fits
     is used; if none fits, all state is on disk; if that does not fit either, gradients are released inside the backward, or
@@ -114,7 +115,7 @@ def retained(plan: Plan, blocks: int, shares: Iterable[float]) -> list[Plan]:
 
 def finer(plan: Plan, model: ModelSpec) -> list[Plan]:
     """Return variants of a plan that recomputes or offloads whole blocks or MLPs, in which smaller parts are recomputed or offloaded. The
-    first recompute least."""
+    first variants recompute least."""
     light = () if plan.compile else (ACTIVATION,)  # compiled code decides what an activation keeps
     latent = any(isinstance(block.attention, LatentAttentionSpec) for block in set(model.blocks))
     heads = (UP_PROJECTION,) if latent else ()
@@ -152,8 +153,8 @@ def segmented(plan: Plan, blocks: int) -> list[Plan]:
 def candidates(
     model: ModelSpec, cluster: ClusterSpec, *, seq_len: int, global_batch: int, space: Space | None = None
 ) -> Iterator[Plan]:
-    """Yield every valid plan of the usual kinds: tensor ranks inside fast links, ZeRO 2 and 3 without a pipeline,
-    interleaving only with equal stages."""
+    """Yield every valid plan of the usual kinds: tensor ranks inside fast links, ZeRO 2 and 3 only without a pipeline, and interleaving
+    only with equal stages, where embedding and head may count as blocks."""
     devices, space, blocks = cluster.count, space or Space(), len(model.blocks)
     for tensor, context, pipeline in splits(model, cluster, seq_len):
         data = devices // (tensor * context * pipeline)

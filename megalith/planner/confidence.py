@@ -65,7 +65,8 @@ def expected(model: ModelSpec, cluster: ClusterSpec, seq_len: int) -> Expected:
 
 
 def confidence_of(request: ResolvedRequest, own: Sequence[Own] = ()) -> Confidence:
-    """Return the uncertainty of predictions for a request. Measurements (`own`) of the same software on the same machines reduce it."""
+    """Return the uncertainty of predictions for a request. Measured rows (`own`) of the same software reduce it: for memory on any machine,
+    for time only on the same machine and for the same kind of model."""
     errors = expected(request.model, request.cluster, request.run.train.seq_len)
     kind, time, memory = errors.kind, errors.time, errors.memory
     lacking = [] if errors.known else [f"a device like {request.cluster.accelerator.name}"]

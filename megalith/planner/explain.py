@@ -56,7 +56,8 @@ def explain(workload: Workload, scorer: Scorer) -> tuple[Neighbour, ...]:
 
 
 def _offloads(workload: Workload) -> Iterator[tuple[str, Workload]]:
-    """Yield the plan with none and with all of the optimizer's state in host memory, and likewise for activations."""
+    """Yield the plan with none and with all of the optimizer's state in host memory, unless the plan has this share already. Then yield the
+    plan without offloaded activations if it has some, else with all activations in host memory."""
     plan, here = workload.plan, workload.plan.state.away
     for share in (0.0, 1.0):
         if share != here:

@@ -50,7 +50,7 @@ def multiplies_in_8_bits(run: RunSpec, cluster: ClusterSpec) -> bool:
 
 
 def is_rehearsed(run: RunSpec, cluster: ClusterSpec) -> bool:
-    """Return True if a run in a narrow precision multiplies its rounded factors in the wide format."""
+    """Return True if a run in a narrow precision multiplies rounded factors in bf16 or fp32, not 8-bit codes."""
     return is_narrow(run.train.precision) and not multiplies_in_8_bits(run, cluster)
 
 
@@ -60,8 +60,8 @@ def follows_others(run: RunSpec) -> bool:
 
 
 def recipe(run: RunSpec, cluster: ClusterSpec) -> PrecisionSpec:
-    """Return the `[precision]` values that a run file with only `train.precision` gets on a cluster's devices. If the devices have 8-bit
-    products, all layers that gain use them; otherwise the values are the defaults."""
+    """Return the `[precision]` values that the planner chooses for the narrow precision of a run on a cluster's devices. If the devices
+    have 8-bit products, all layers that gain use them; otherwise the values are the defaults."""
     choices = _able(run, cluster)
     if choices is None:
         return PrecisionSpec()
@@ -99,7 +99,7 @@ def notes_on(run: RunSpec, cluster: ClusterSpec, *, chosen: bool) -> tuple[str, 
         ]
         other = f"; --software megatron-te predicts software that multiplies in {precision} on this device" if real else ""
         return (
-            f"{precision} is emulated on {device}: the trainer computes the same numbers by bf16 products, "
+            f"{precision} is emulated on {device}: the trainer multiplies rounded numbers in bf16 or fp32, "
             f"which takes longer than training in bf16{other}",
         )
     shared = {"tile": "a tile", "row": "a row", "tensor": "a tensor"}[choices.granularity]

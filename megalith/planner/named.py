@@ -65,7 +65,7 @@ class NamedRun:
     """Values of the cluster that differ from the catalogue's, such as bytes/s out of a device."""
 
     def workloads(self) -> list[Workload]:
-        """One for each choice."""
+        """Return a workload for each plan."""
         known = presets()[self.preset]
         model = replace(known, values=known.values | self.sizes).build().build()
         cluster = clusters.changed(clusters.load(self.cluster), self.network)
@@ -134,7 +134,7 @@ UNITS: dict[Unit, Callable[[Workload, Estimate], float]] = {
 
 
 def replay(named: NamedRun) -> PredictedRun:
-    """Predict it."""
+    """Predict a published training, with the fastest of its plans that fits."""
     choices = named.workloads()
     if named.forward_only:
         (workload,) = choices

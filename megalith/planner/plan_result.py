@@ -208,7 +208,7 @@ def find(request: ResolvedRequest, *, top: int, tick: Callable[[int, int], None]
 
 
 def choice_of(request: ResolvedRequest, plan: Plan, scorer: Scorer) -> Candidate:
-    """Return a plan with its prediction. The predicted memory is counted over the trainer's program."""
+    """Return a plan with its prediction. The memory is that of `Scorer.held`."""
     workload = workload_of(request, plan)
     return _held(request, plan, scorer, scorer.estimate(workload), scorer.held(workload))
 
@@ -218,7 +218,8 @@ def _held(request: ResolvedRequest, plan: Plan, scorer: Scorer, estimate: Estima
 
 
 def skeleton(plan: Plan) -> tuple[Any, ...]:
-    """Return a layout's choices except for microbatch, chunks, schedule, copies of the state and segments."""
+    """Return the choices by which a search tells layouts apart: sizes of the tensor, context, pipeline and expert axes, parts of an expert,
+    ZeRO 3 or not, and recomputation (segments count as full)."""
     split = plan.tensor, plan.context, plan.pipeline, plan.expert, plan.expert_tensor
     whole = plan.recompute.startswith(("full", *Space().again))
     return *split, plan.zero == 3, "full" if whole else plan.recompute

@@ -35,7 +35,8 @@ class Price:
     fits: bool
     """True if `instead` fits."""
     dollars: float | None
-    """US dollars that the broken rule costs in the whole training; None if no price is known."""
+    """US dollars that the broken rule costs in the whole training; None if the price, the length of training, or a plan that follows the
+    rule is not known."""
 
     @property
     def verdict(self) -> str:
@@ -72,7 +73,7 @@ def _fewer_tensor_ranks(plan: Plan, request: ResolvedRequest) -> Followed:
 
 
 def _more_microbatches(plan: Plan, request: ResolvedRequest) -> Followed:
-    """Raise microbatches per stage: smaller microbatches, fewer stages, or several stages a rank."""
+    """Yield plans whose pipeline idles less: with smaller microbatches, fewer pipeline ranks, or more stages a rank."""
     if plan.microbatch > 1:
         yield "microbatch 1", _with(plan, request, microbatch=1)
     if plan.pipeline % 2 == 0:
@@ -120,7 +121,8 @@ def prices(request: ResolvedRequest, plan: Plan) -> tuple[Price, ...]:
 
 
 def prices_of(result: PlanResult) -> tuple[Price, ...]:
-    """Return the prices of the rules that the run file's plan breaks, or, if the run file has no plan, the best plan."""
+    """Return the prices of the rules that the run file's plan breaks, or, if the run file has no valid plan for all devices, of the rules
+    that the best plan breaks."""
     subject = result.own or result.found.best
     if subject is None or result.request.forward_only:
         return ()

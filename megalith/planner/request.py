@@ -90,7 +90,7 @@ class ResolvedRequest:
     factor: float = 1.0
     """Factor by which predicted times are multiplied because of the user's measurements."""
     whole: RunSpec | None = None
-    """The run with all its phases, if it has several; `run` is then limited to the phase that reads the most tokens."""
+    """The run with all its phases, or None. If `whole` is set, `run` is limited to the phase that reads the most tokens."""
     sites: SitesSpec | None = None
     """The table `[sites]` of the run file; `run` is then the run of one site."""
     chosen: bool = False
@@ -103,7 +103,8 @@ class ResolvedRequest:
 
     @property
     def compiles(self) -> bool:
-        """True if blocks are compiled: as the run file states; if no run file is given, on GPUs."""
+        """True if blocks are compiled: as the run file states, or, without a run file, on GPUs under Megalith's trainer. Blocks are never
+        compiled if the trainer emulates a narrow format, or keeps inputs of bf16 products in 8 bits."""
         if self.ours and (formats.is_rehearsed(self.run, self.cluster) or packs(self.run.precision, self.run.train.precision)):
             return False  # a compiler may leave out roundings, and decides what is kept
         if self.resolved is not None:
@@ -112,7 +113,7 @@ class ResolvedRequest:
 
     @property
     def computes(self) -> tuple[str, Narrow | None]:
-        """The main number format, and the layers that Megalith's trainer computes in fewer bits."""
+        """The main number format, and the narrow precision of Megalith's trainer with its settings; None: no narrow precision."""
         if not self.ours or self.forward_only:
             return self.format, None
         return computed(self.run.train.precision, self.run.precision)

@@ -140,7 +140,7 @@ def search(
         ranked = _finer(ranked, workloads[0], scorer, top)
     best, refused = _first_valid(ranked, top, valid, differ)
     runnable = next(iter(_first_valid(here, 1, valid)[0]), None)
-    closest = None if best or sorter.least is None else _choice(*sorter.least, scorer)
+    closest = None if ranked or sorter.least is None else _choice(*sorter.least, scorer)
     thrifty = _first_valid(pareto(ranked), None, valid)[0]
     counts = {"looked_at": len(workloads), "too_large": sorter.too_large, "offloaded": sorter.away}
     return SearchResult(
@@ -174,7 +174,8 @@ class _Sorter:
         """For each combination of all other choices, the smallest microbatch that does not fit; larger microbatches do not fit either."""
 
     def add(self, workload: Workload) -> None:
-        """Sort in a workload. Workloads that only differ in the microbatch must come in ascending order."""
+        """Add a workload to its group if it fits, else variants of it that fit. Workloads that only differ in the microbatch must come in
+        ascending order."""
         scorer, space = self.scorer, self.space
         size, others = workload.plan.microbatch, but_microbatch(workload.plan)
         if self._smallest.get(others, size) < size and not (space.offload and released.can_be(workload)):
@@ -254,9 +255,9 @@ def _elsewhere(
 
 
 def _lighter(bases: Sequence[Sized], scorer: "Scorer", shares: Sequence[float]) -> Sized | None:
-    """Return the first of some workloads that fits after some of its optimizer's state is offloaded, and its memory. Offloading is tried
-    in this order: the smallest share in host memory; all state on disk; all state on disk and gradients released; under ZeRO 3, all state
-    and weights on disk. None: none does."""
+    """Return the first of some workloads that fits after some of its optimizer's state is offloaded, and its memory. Offloading is tried in
+    this order: the smallest share in host memory; all state on disk; all state on disk and gradients released; under ZeRO 3, all state and
+    weights in host memory; both on disk; both on disk and gradients released. Return None if no workload fits."""
     gathering = [(other, held) for one, held in bases if host.has_weights(other := replace(one, plan=under_zero_3(one.plan)))]
     freed, both = ([sized for sized in some if released.can_be(sized[0])] for some in (bases, gathering))
     tried: Sequence[tuple[Sequence[Sized], str, Sequence[StateSpec]]] = (
@@ -402,8 +403,8 @@ class Scorer:
         return memory(workload, self.parts(workload), self.figures.overheads[workload.software_profile.overheads])
 
     def held(self, workload: Workload, *, briefly: bool = False) -> Memory:
-        """Return memory by `cost.predicted.held`, which is slower but nearer to the trainer; for other software, by `memory`. `briefly`: of
-        a plan that does not fit, any rank that does not."""
+        """Return memory by `cost.predicted.held`, which is slower but nearer to the trainer; for other software, prefills and offloaded
+        state, by `memory`. `briefly`: if the plan does not fit, return the memory of any rank that does not fit."""
         if self.forward_only or not workload.software_profile.ours or workload.plan.state.away:
             return self.memory(workload)
         some = partial(self.fits, workload) if briefly else lambda memory: True

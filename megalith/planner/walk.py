@@ -66,8 +66,8 @@ SCHEDULES_TOO = Technique(
 
 @dataclass(frozen=True)
 class Row:
-    """The best layout with one more technique than the row before. `choice` is None if no such layout exists; `why` is the
-    reason."""
+    """The best layout with one more technique than the row before. `choice` is None if no such layout exists. `why`: the reason why the
+    layout is missing or does not fit, if it is known; else empty."""
 
     technique: Technique
     choice: Candidate | None

@@ -95,9 +95,8 @@ def burn_in_all(wanted: str = "auto", *, seconds: float) -> list[Finding]:
 
 
 def collectives(device: torch.device | str = "cpu", *, group: dist.ProcessGroup, size: int = 1 << 20) -> list[Finding]:
-    """Check an all-reduce of `size` whole numbers, whose sum is known exactly, and an all-gather. Measure the speed of the
-    all-reduce. Every rank of the group must call this function, and gets the same findings, which name the ranks with a wrong
-    result.
+    """Check an all-reduce of `size` whole numbers, whose sums are known exactly, and measure its speed. Every rank of the group
+    must call this function, and gets the same findings, which name the ranks with a wrong result.
     """
     rank, world = group.rank(), group.size()
     device = torch.device(device)

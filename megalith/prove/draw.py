@@ -36,7 +36,7 @@ FIRST = dict.fromkeys(
 too many ranks. The first precision is preferred because faults show best in it."""
 
 TRIES = 600
-"""The number of random combinations from which draws are chosen."""
+"""The least number of random combinations from which draws are chosen; for many draws, eight times their number."""
 
 SWEEPS = 2
 """A search for a valid combination changes one choice at a time. The search ends after this many rounds over all possible changes

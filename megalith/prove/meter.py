@@ -65,8 +65,8 @@ ATTENTION = {  # operation: matrix products of queries by keys that it takes; fo
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collective calls of one kind along one axis. `bytes`: the size of the whole tensor of each call, which is the output of a gather or
-    the input of a reduce-scatter."""
+    """Collective calls of one kind along one axis. `bytes`: the sum over all calls of the size of the whole tensor, which is the
+    output of a gather or the input of a reduce-scatter."""
 
     kind: str
     axis: str
@@ -214,7 +214,7 @@ class Meter(TorchDispatchMode):
         return [Traffic(kind, axis, calls, self._sent[axis, kind]) for (axis, kind), calls in sorted(self._calls.items())]
 
     def work(self) -> Work:
-        """FLOPs since `begin_step`."""
+        """Return the FLOPs, and the bytes that other operations moved, since `begin_step`."""
         return Work(self._flops["products"], self._flops["attention"], self._flops["moved"])
 
     # --- counting ---
@@ -348,7 +348,7 @@ class Axes:
             self._names[group.group_name] = (*self._names.get(group.group_name, ()), axis)
 
     def of(self, group: dist.ProcessGroup) -> tuple[str, ...]:
-        """The axes."""
+        """Return the names of the axes of a process group."""
         name = group.group_name
         if name not in self._names:
             self._names[name] = self._by_ranks(ranks_in(self._world, group))

@@ -1,6 +1,7 @@
 """A small run in plain PyTorch on one process, as the reference for a run under a plan, and the random text on which both train.
 
-The two runs share only the model's modules: the reference has no process group and no pipeline, and uses torch's own AdamW.
+The reference has the same modules of the model, but no process group and no pipeline. Its updates are those of `prove.updates` (for
+AdamW and SGD, torch's own).
 """
 
 from collections.abc import Mapping
@@ -65,9 +66,9 @@ def reference(spec: RunSpec, *, device: torch.device, parts: int = 1) -> Recordi
 
 
 class SingleProcess:
-    """A run on one process: plain modules, no groups, torch's AdamW and clipping. The process computes microbatch i of all data
-    ranks at once, because balance losses may be computed over all these samples. In every precision, master weights and sums of
-    gradients are in fp32."""
+    """A run on one process: plain modules, no groups, the updates of `prove.updates` and the clipping of `prove.clipping`. The
+    process computes microbatch i of all data ranks at once, because balance losses may be computed over all these samples. In
+    every precision, master weights and sums of gradients are in fp32."""
 
     def __init__(self, spec: RunSpec, *, device: torch.device) -> None:
         self.spec, self.device = spec, device
@@ -184,7 +185,7 @@ def _reference_step(
 
 
 def gradient_scale_of(spec: RunSpec) -> float:
-    """Return the initial loss scale. A run that is compared keeps this scale in all steps."""
+    """Return the initial loss scale; 1 if the precision has none. A run that is compared keeps this scale in all steps."""
     return float(spec.loss_scale.initial) if PRECISIONS[spec.train.precision].scaled else 1.0
 
 

@@ -208,8 +208,8 @@ class Reference:
                 weights[piece.name] = weights[piece.name] * share + merged * F32(1 - spec.own_share) if share else merged.copy()
 
     def merge_some(self, flight: tuple[int, int, list[bytes]]) -> None:
-        """Merge the differences that are not late. A difference has the weight of its number of steps divided by its age plus
-        one."""
+        """Merge the differences that are not late. The weight of a difference is its number of steps times its site's share,
+        divided by (1 + its age)."""
         self.flying.remove(flight)
         sent, number, messages = flight
         due = [(site, at, age + 1, data) for site, at, age, data in self.missed.get(number, [])]

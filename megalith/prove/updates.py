@@ -1,5 +1,5 @@
-"""Updates of a whole model on one process, as references for updates under a plan. The implementations share no code with the
-trainer's."""
+"""Updates of a whole model on one process, as references for updates under a plan. Most share no code with the trainer's. For
+other optimizers, and for moments below fp32, the trainer's own rule is used."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -29,7 +29,7 @@ the optimizer's settings, and the model's description of each parameter."""
 
 def update_of(parameters: Mapping[str, nn.Parameter], spec: OptimizerSpec, model: ModelSpec) -> Update:
     """Return the update of a whole model. The update uses an implementation that shares no code with the trainer's if there is
-    one, else the trainer's own rule."""
+    one and moments are in fp32, else the trainer's own rule."""
     spec = spec.model_copy(update={"master": "fp32"})  # these parameters are in fp32, whatever they compute in
     treated, described = treatments(model, spec), model_parameters(model)
     updates: list[Update] = []

@@ -172,9 +172,9 @@ class Reader:
     ) -> View:
         """Return about `most` records of the steps from `first` to `last`, with only the values in the slices `values`.
 
-        Repeated steps occur repeatedly. Pieces with another `width` than the given one (default: the newest piece's) are left
-        out. If `until` is (A, B), the records of piece A after step B are left out. Time and memory are proportional to `most`
-        times the number of values, whatever the run's length.
+        A step that the run repeated occurs once for each piece that has it. Pieces with another `width` than the given one
+        (default: the newest piece's) are left out. If `until` is (A, B), the records of piece A after step B are left out, and so
+        are all later pieces. Time and memory are proportional to `most` times the number of values, whatever the run's length.
         """
         with self._files() as pieces:
             wanted = width or max(((number, _width(levels)) for number, levels in pieces.items()), default=(0, 0))[1]

@@ -96,7 +96,7 @@ def aimed(fleet: FleetSpec, *, checkpoint_every: int, kinds: Collection[str]) ->
 
 
 def ordinal(number: int) -> str:
-    """1st, 2nd, 10th."""
+    """Return a number as an ordinal: 1st, 2nd, 10th."""
     ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th") if number % 100 not in (11, 12, 13) else "th"
     return f"{number}{ending}"
 
@@ -188,7 +188,8 @@ def end_state(folder: Path) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class CampaignRun:
-    """Outcome of one of the two runs."""
+    """Outcome of one of a campaign's two runs. `by_hand`: the number of unexpected ends of commands. `supervisor_restarts`: for
+    each killed supervisor, the seconds until the first step after it."""
 
     folder: Path
     seconds: float

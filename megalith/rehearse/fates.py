@@ -1,7 +1,8 @@
 """Matches each fault of a campaign with an incident in the run's event log, and finds incidents that no fault explains.
 
-The following are listed separately, and not counted as successes: - a fault whose incident belongs to another fault (`Fate.hidden`): the
-run resumed, but this fault was not detected separately, and its blame does not count
+The following are also counted separately:
+- a fault whose incident belongs to another fault (`Fate.hidden`): the run resumed, but this fault was not detected separately, and
+  a right blame does not count
 - a fault whose node was named together with other nodes (`Fate.among`)
 - incidents that no fault explains (`FalseAlarm`), one by one, with what each cost
 """
@@ -55,7 +56,8 @@ _OfRank = (
 
 @dataclass(frozen=True)
 class Fate:
-    """Fate of one fault. Times are in seconds; None: not known. `blamed` is None if no node is at fault.
+    """Fate of one fault. Times are in seconds; None: not known. `blamed`: True if the right rank or node was blamed; None if no
+    node is at fault.
 
     `interrupted`: the supervisor was killed before the run resumed, so the recovery lasts until the supervisor has started again.
     `among`: the fault's node was blamed together with others. `hidden`: the incident belongs to another fault, because its cause
@@ -86,7 +88,8 @@ class Fate:
 
     @property
     def judged(self) -> bool | None:
-        """True if the right rank was blamed; None if no rank is at fault, or if the fault is hidden by another one."""
+        """True if the right rank was blamed; None if no rank is at fault, or if the blame is right but the fault is hidden by
+        another one."""
         return None if self.hidden and self.blamed else self.blamed
 
 

@@ -1,7 +1,7 @@
 """The kinds of faults that a campaign can inject, and lists of faults drawn from a seed.
 
-How frequent each kind is comes from a published table of causes (`spec/faults.toml`); MIX maps the causes in that table to kinds
-of fault. Each rank injects its own faults of the list (`fleet.hooks`).
+A published table of causes (`spec/faults.toml`) decides how frequent each kind is; MIX maps the causes in this table to kinds of
+fault. Each rank injects its own faults of the list (`fleet.hooks`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,7 @@ from megalith.spec.faults import FaultTable
 @dataclass(frozen=True)
 class Kind:
     """A kind of fault. `moment`: the moment in a step at which it is injected; `needs`: the fleet settings without which a run
-    cannot survive or detect it. `moment`: when it is injected; `needs`: the fleet settings that are needed to survive or detect
-    it.
+    cannot survive or detect it.
 
     `blames`: True if the run must name the faulty rank or its node. `lasts`: the length of the fault in steps; `room`: the number
     of steps within which the run must notice the fault, and in which the campaign injects no other.
@@ -100,8 +99,8 @@ INSTEAD = {
 """Map from a kind of fault to the kind that replaces it in runs where it is impossible."""
 
 OF_ONE_MEMORY = ("checkpoint", "altered", "node", "two")
-"""Kinds that destroy all copies in memory if one machine runs all nodes. If each node has an agent, a campaign leaves these kinds
-out. If each node has an agent, other machines keep copies too."""
+"""Kinds that delete the copies in the memory of a node, or of all nodes. If each node has an agent, a campaign leaves these kinds
+out, because no process reaches the memory of all nodes."""
 
 MOMENTS: tuple[Moment, ...] = ("step", "gradients", "resting")
 """The moments at which a process may die: at the start of a step, in its backward pass, after its update."""
@@ -148,9 +147,9 @@ def draw(
 ) -> list[Injection]:
     """Draw a list of faults, about `every` steps apart, from step `first` on. The same arguments give the same list.
 
-    One in eight crashes, on average, comes while the ranks restart after the previous fault; one in eight faults comes in the
-    same step as the previous one, on another rank. `only_at`: kinds that come only at multiples of a number of steps;
-    `not_before`: the earliest step of some kinds.
+    With probability 1/8, a crash comes while the ranks restart after the previous fault, if that fault restarts them. Also with
+    probability 1/8, a crash or hang comes in the same step as a crash before it, on another rank. `only_at`: kinds that come only
+    at multiples of a number of steps; `not_before`: the earliest step of some kinds.
     """
     random = Random(seed)
     kinds = [kind for kind, count in sorted(amounts.items()) for _ in range(count)]

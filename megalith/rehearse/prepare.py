@@ -28,7 +28,7 @@ from megalith.spec.simulation import SimulationSpec
 from megalith.spec.validate import validate
 
 STEP_SECONDS, CHECKPOINT_MINUTES = 10.0, 30.0
-"""Assumed values."""
+"""Values that are assumed if neither an option nor a run file gives them: seconds of a step, and minutes between checkpoints."""
 
 MAX_EVENTS, MAX_NODES = 100_000, 1_000_000
 """The most events (faults, outages or planned stops) and nodes of one simulated run. A simulation with more would take too long,
@@ -288,7 +288,8 @@ def _prepared(spec: SimulationSpec, run: ResolvedRun | None, cluster: ClusterSpe
 
 
 def _fleet(spec: SimulationSpec, run: ResolvedRun | None, cluster: ClusterSpec) -> tuple[FleetSpec, list[str]]:
-    """Return the policy's settings; the default is a spare for every 128 nodes of a site."""
+    """Return the policy's settings, and notes on them. The default number of spares is one for every 128 nodes of a site, and at
+    least one."""
     fleet = run.spec.fleet if run else spec.fleet
     said = run.provenance["fleet.spares"] != "default" if run else "spares" in spec.fleet.model_fields_set
     update: dict[str, Any] = (

@@ -73,7 +73,7 @@ class Scenario:
 
     @property
     def outages(self) -> tuple[Outage, ...]:
-        """Racks and switches."""
+        """The outages of racks and of switches."""
         own = self.reliability
         return (
             Outage("rack", own.rack_nodes, own.rack_outages / YEAR, own.rack_hours),

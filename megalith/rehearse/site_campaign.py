@@ -34,8 +34,8 @@ SLOWED = 20
 """While a site does not train, the ranks of the other sites run only once in this many turns of the campaign's loop. Otherwise
 the run would end before the site is back."""
 PORTS = range(20_000, 32_000)
-"""Ports on which sites listen. No system uses these ports for outgoing connections, so a relay's connection cannot take the port
-of a site that is away."""
+"""Ports on which sites listen. Linux and macOS by default use higher ports for outgoing connections, so a relay's connection does
+not take the port of a site that is away."""
 LINK = Conditions(megabits=1000, milliseconds=1)
 """The conditions of links between sites, if the run file gives none."""
 

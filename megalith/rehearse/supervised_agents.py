@@ -47,7 +47,8 @@ class SupervisedAgents:
         return ["--machine", name], variables
 
     def tend(self, begin: Begin) -> None:
-        """Start the agents that do not run: at first all, later each agent that was killed, once its machine counts as repaired."""
+        """Start the agents that do not run, except the first: at first all of them, later each one that was killed or failed,
+        once its machine counts as repaired."""
         for name in self.names[1:]:
             if name not in self._running:
                 self._running[name] = begin(*self.place(name))

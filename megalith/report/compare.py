@@ -82,7 +82,11 @@ def render(runs: Mapping[str, History]) -> str:
     body += f"<section>{figures(*drawn)}</section>"
     body += f"<section><h2>Numbers</h2>{html_table(['', *runs], _rows(runs))}</section>"
     rows = [[key, *map(_worded, values)] for key, values in keys.items()]
-    said = html_table(["key", *runs], rows) if rows else '<p class="none">The runs have the same values for all keys except `name`.</p>'
+    said = (
+        html_table(["key", *runs], rows)
+        if rows
+        else '<p class="none">The runs have the same values for all keys except `name`.</p>'
+    )
     body += f"<section><h2>Differences</h2>{said}</section>"
     return html_page(title, body)
 

@@ -109,7 +109,7 @@ def traffic(lines: Mapping[str, "Comparison"]) -> Table:
 
 
 def work(lines: Mapping[str, "Comparison"]) -> Table:
-    """FLOPs by kind."""
+    """Return the table of FLOPs by kind."""
     table = _table("FLOPs", "dry run", "predicted", "gap")
     for name in ("products", "attention"):
         row = lines[f"work.{name}"]

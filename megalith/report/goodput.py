@@ -15,7 +15,7 @@ COLOURS: dict[str, int] = {
     "between sites": 10, "other": 10,
 }  # fmt: skip
 """Colour of each use of time, in runs (`control.ledger`) and in simulations (`rehearse.simulate`). No two uses of a run have the
-same colour, and no two of a simulation. Colours are unique within runs and within simulations."""
+same colour, and no two uses of a simulation."""
 
 
 def shares(accounts: Mapping[str, Mapping[str, float]], *, width: float = 620) -> str:

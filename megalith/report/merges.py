@@ -47,7 +47,7 @@ def merge_section(run: History) -> str:
     drawn = {
         "Distance between the sites": curves(apart, _digits, log=True, from_zero=True),
         "Wait of the first site at each merge (seconds)": curves(waits, units.duration, from_zero=True),
-        "Loss of each site (nats a token), mean over the steps since the previous merge": curves(losses, _digits, log=True),
+        "Loss of each site (nats a token), mean over the steps of a round": curves(losses, _digits, log=True),
     }
     return f"<p>{escape(' '.join(words))}</p>{figures(*(figure(name, chart) for name, chart in drawn.items()))}"
 

@@ -357,7 +357,7 @@ def tries(found: SlowdownReport) -> Table:
 
 
 def amount(value: float) -> str:
-    """1.5T, 30.8M, 12,345."""
+    """Return a number in short: 1.5T, 30.8M, 12,345."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
         if value >= size:
             return f"{value / size:.3g}{letter}"

@@ -35,14 +35,14 @@ class Program:
     `rows[r]` holds the entries of pipeline rank r in order.
 
     Sends and receives start at their position in the row and do not block. The computation that uses a received tensor waits for
-    its receive (F for activations, B or I for gradients), and the end of the step waits for all sends. Stages on the same rank
-    pass tensors without messages. A GATHER makes a stage's weights whole until the end of its next computation (ZeRO 3) or of the
-    step (ZeRO 1, 2). A REDUCE belongs to the backward just before it (B, or W if the backward is split) and covers all gradients
-    that are not yet reduced. In the stages `retained`, the tensors that a forward keeps for its backward are moved off the
-    device. An OFFLOAD follows each forward: there, the tensors of its microbatch have left the device. A FETCH begins to move them
-    back, one computation before the backward (B or I). In a bidirectional schedule the two ranks that hold a stage share its
-    collectives, but run their two stages in opposite orders. So every rank gathers its stages at the beginning of the row and reduces
-    their gradients at the end, in ascending order.
+    its receive (F for activations, B or I for gradients), and the end of the step waits for all sends. Stages on the same rank pass
+    tensors without messages. A GATHER makes a stage's weights whole until the end of its next computation (ZeRO 3) or of the step
+    (ZeRO 1, 2). A REDUCE belongs to the backward just before it (B, or W if the backward is split) and covers all gradients that
+    are not yet reduced. In the stages `retained`, the tensors that a forward keeps for its backward are moved off the device. In
+    the stages `retained`, an OFFLOAD follows each forward: there, the tensors of its microbatch have left the device. A FETCH
+    begins to move them back, one computation before the backward (B or I). In a bidirectional schedule the two ranks that hold a
+    stage share its collectives, but run their two stages in opposite orders. In a bidirectional schedule, every rank therefore
+    gathers its stages at the beginning of the row, and reduces their gradients at the end, in ascending order.
     """
 
     schedule: Schedule
@@ -125,10 +125,11 @@ def gives(action: Action, schedule: Schedule) -> Action | None:
 def lower(schedule: Schedule, zero: int, *, ahead: int = 1, retained: Collection[int] = ()) -> Program:
     """Return the program of a schedule under a ZeRO stage. A receive starts `ahead` computations before the computation that uses
     it, so that the transfer overlaps these computations. An early start is safe, because a receive does not block, and each
-    channel's receives are in the order of its sends. ZeRO 0: one REDUCE per stage, after its last backward. 1: also one GATHER,
-    before its first use. 2: a REDUCE after each backward. 3: also a GATHER before each F and B (or I). `retained`: stages whose
-    forwards are followed by an OFFLOAD, and whose backwards are preceded by a FETCH, which starts like a receive. Raises
-    ValueError if `zero` is not 0 to 3, or if it is 2 or 3 with a bidirectional schedule.
+    channel's receives are in the order of its sends. ZeRO 0 has one REDUCE per stage, after the stage's last backward. ZeRO 1 also
+    has one GATHER per stage, before the first use of its weights. ZeRO 2 has the same GATHER, but a REDUCE after each backward.
+    ZeRO 3 has a REDUCE after each backward, and a GATHER before each F and B (or I). `retained`: stages whose forwards are followed
+    by an OFFLOAD, and whose backwards are preceded by a FETCH, which starts like a receive. Raises ValueError if `zero` is not 0 to
+    3, or if it is 2 or 3 with a bidirectional schedule.
     """
     if zero not in (0, 1, 2, 3):
         raise ValueError(f"zero = {zero} is not a ZeRO stage. Use 0, 1, 2 or 3.")

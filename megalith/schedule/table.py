@@ -122,7 +122,7 @@ def _filling(ranks: int, microbatches: int, chunks: int, backward: float) -> flo
 
 
 def _zb_h1_idle(ranks: int, microbatches: int, chunks: int, backward: float) -> float | None:
-    """Idle time of ZB-H1 after Qi et al. 2023, arXiv:2401.10241."""
+    """Idle time of ZB-H1 after Qi et al. 2024, arXiv:2401.10241."""
     return (ranks - 1) * max(1.0, backward / 2) if microbatches >= ranks else None
 
 

@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class AbsentError(AttributeError):
-    """A value of a spec cannot be read, because the user gave an invalid value."""
+    """A value cannot be read: the user gave an invalid value or none, or a part of the user's own is not imported."""
 
 
 class Spec(BaseModel):

@@ -122,8 +122,8 @@ class HostSpec(Spec):
 
 
 class ClusterSpec(Spec):
-    """A cluster of equal accelerators, with their links, faults and prices. A key left out of a cluster file has the value of the
-    accelerator's entry in the catalogue."""
+    """A cluster of equal accelerators, with their links, faults and prices. In a cluster file, `per_node`, `scale_out` and
+    `price_per_hour` have the accelerator's values unless given."""
 
     accelerator: Accelerator
     count: PositiveInt

@@ -122,7 +122,7 @@ class FleetSpec(Spec):
 
     @property
     def tiers(self) -> tuple[Literal["memory", "buddy", "disk", "store"], ...]:
-        """The tiers to which this run copies its state, fastest first. The shared store is always among them."""
+        """The tiers to which this run copies its state, fastest first. The tiers always include the shared store."""
         memory = self.memory_every > 0
         kept = {"memory": memory, "buddy": memory and self.buddy != "none", "disk": self.disk_every > 0, "store": True}
         return tuple(tier for tier in ("memory", "buddy", "disk", "store") if kept[tier])

@@ -131,9 +131,9 @@ class Precision:
     compute: Number
     """Format of compute weights, of activations, of the gradients of both, and of messages that contain them."""
     factors: Number
-    """Format in which weights and activations enter matrix products in blocks, and in which activations are kept for weight
-    gradients (DeepSeek-V3, arXiv:2412.19437, section 3.3.3; Transformer Engine). Matrix products in the embedding and the head
-    use `compute`."""
+    """Format in which weights and activations enter matrix products in blocks. Other software also keeps activations for weight
+    gradients in it (DeepSeek-V3, arXiv:2412.19437, section 3.3.3; Transformer Engine); in Megalith, `precision.kept` decides.
+    Matrix products in the embedding and the head use `compute`."""
     parity: Reordered | Rounded
     """Limits within which the results of a plan must agree with those of one process."""
     products: str = "plain"
@@ -146,8 +146,8 @@ class Precision:
     draws: bool = False
     """True if, by default, gradients are rounded stochastically, and operands of weight gradients are rotated before rounding."""
     emulated: bool = False
-    """True if the trainer rounds values to the format but stores and multiplies them in `compute`, without a gain in speed or
-    memory."""
+    """True if, by default, the trainer rounds values to the format but stores and multiplies them in a wider one, without a gain in
+    speed or memory."""
 
     @property
     def rate(self) -> str:
@@ -336,7 +336,7 @@ class PrecisionSpec(Spec):
     multiply: Literal["wide", "codes"] = Field(
         default="wide",
         description="how dense matrix products in fp8 are computed. `wide`: numbers are rounded to fp8 and multiplied in "
-        "bf16, on any device; `codes`: 8-bit codes are multiplied, on GPUs that support it",
+        "bf16 or fp32, on any device; `codes`: 8-bit codes are multiplied, on GPUs that support it",
     )
     dispatch: Literal["wide", "fp8"] = Field(
         default="wide",
@@ -369,7 +369,8 @@ class PrecisionSpec(Spec):
 
 
 RECIPE = {"tile": "blockwise", "row": "rowwise", "tensor": "tensorwise"}
-"""Granularity -> recipe for matrix products (a row of `parallel.precision.RECIPES`). Other precisions ignore it."""
+"""Granularity -> recipe for matrix products (a row of `parallel.precision.RECIPES`). Precisions other than fp8 ignore the
+granularity."""
 
 
 def is_narrow(precision: str) -> bool:
@@ -424,7 +425,7 @@ def whole_tiles(length: int, shards: int, tile: int) -> bool:
 
 
 def settled(choices: PrecisionSpec, precision: str) -> PrecisionSpec:
-    """Return `choices` with the precision's defaults for the keys that the run leaves out."""
+    """Return `choices` with the precision's defaults for `rounding` and `hadamard` if the run leaves them out."""
     draws = PRECISIONS[precision].draws
     rounding = choices.rounding or ("stochastic" if draws else "nearest")
     return choices.model_copy(update={"rounding": rounding, "hadamard": draws if choices.hadamard is None else choices.hadamard})

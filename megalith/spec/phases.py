@@ -125,8 +125,8 @@ class Phases:
         return samples
 
     def before(self, samples: int, steps: int) -> int:
-        """Return the samples consumed `steps` steps before `samples` were, as if the run had begun with the phases' own batches; 0 at
-        least."""
+        """Return the number of samples consumed `steps` steps earlier than the moment at which `samples` samples are consumed, if
+        each step has the batch of its phase; at least 0."""
         while steps > 0 < samples:
             samples, steps = max(0, samples - self.at(samples - 1).global_batch), steps - 1
         return samples

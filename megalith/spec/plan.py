@@ -175,7 +175,7 @@ class RetainSpec(Spec):
 
 class Plan(Spec):
     """A parallel layout of `data * context * tensor * pipeline` ranks. The result of training does not depend on the plan, except
-    for the action `compress`."""
+    for the action `compress` and, with `balance_set = "batch"`, the number of sequences in microbatch i of all data ranks."""
 
     data: PositiveInt = Field(
         default=1, description="number of data-parallel ranks, which read different parts of the global batch"

@@ -234,7 +234,7 @@ class OptimizerSpec(Spec):
 
     @property
     def small(self) -> Moments:
-        """The number format of moments that are not kept in fp32."""
+        """The number format of the moments of large matrices."""
         return Moments(self.moments, self.moment_block, self.moment_least)
 
     def warmup_updates(self, steps: int) -> int:
@@ -338,7 +338,7 @@ class CheckpointSpec(Spec):
 SERVED = ("wandb", "trackio", "mlflow")
 """Experiment trackers with a server. A tracker's key in `[log]`, its package and Megalith's extra have the same name."""
 SINKS = ("tensorboard", *SERVED)
-"""All other programs to which a run can log."""
+"""All programs to which a run can log besides its event log."""
 
 
 class LogSpec(Spec):
@@ -387,7 +387,8 @@ class RunSpec(Spec):
 
     name: str = "run"
     cluster: str = Field(
-        default="local", description="accelerator of the run, for MFU: a name from the catalogue, or `local` to detect it"
+        default="local",
+        description="accelerator of the run, for MFU, predictions and checks of memory: a name from the catalogue, or `local` to detect it",
     )
     model: Model
     plan: Plan = Plan()

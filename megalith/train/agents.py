@@ -1,5 +1,5 @@
-"""A run on many machines. An agent process runs on each node, started by an engine or by hand. The controller runs on the node that serves
-the store.
+"""A run on many machines. An agent process runs on each node, started by an engine (such as Slurm), by hand or, on the node that serves the
+store, by the process that directs the run. The controller runs on that node.
 
 All agents have the run's key, and the store accepts no client without it (docs/security.md).
 
@@ -133,8 +133,8 @@ def direct(
     """Serve the store, run this node's own agent beside it, and direct the run to its end, as the owner of its folder.
 
     Must be called while this process has one thread, because it forks the store's process and the agent. Raises TimeoutError if too few
-    nodes join, NoKey if several machines have no key, OSError if the address is unusable, and LeaseError if this process no longer owns
-    the folder.
+    nodes join, NoKey if a run on several machines has no key, OSError if the address is unusable, and LeaseError if this process no longer
+    owns the folder.
     """
     known = _take_key(host, place.store, alone=place.world == 1)
     address, _, port = place.store.rpartition(":")

@@ -51,7 +51,7 @@ from megalith.train.state import State
 
 @dataclass
 class Trainer:
-    """All training objects of one rank. Only `enter` changes it."""
+    """All training objects of one rank. Once built, only `enter` and an assignment to `schedule` replace its fields."""
 
     run: RunSpec
     spec: RunSpec  # the run as this rank's site sees it during the phase that is trained
@@ -140,7 +140,7 @@ class Trainer:
                 recipe.take_in(each)
 
     def forget(self) -> None:
-        """Reset the counts."""
+        """Set the counters of the step (`counted`) to zero."""
         for tensor in self.counted():
             tensor.zero_()
 
@@ -317,7 +317,7 @@ def assemble(
 
 
 def program_of(spec: RunSpec, groups: Groups) -> Program:
-    """Return the pipeline program of a step. Raises RuntimeError if the program is wrong."""
+    """Return the pipeline program of a step. On rank 0, raises RuntimeError if the program is wrong."""
     plan = spec.plan
     schedule = build(plan.schedule, ranks=plan.pipeline, microbatches=spec.microbatches, chunks=plan.chunks)
     program = lower(schedule, plan.zero, retained=plan.retained(len(spec.model.build().blocks)))

@@ -1,7 +1,7 @@
 """Decision about a step's update: a pure function of numbers that are equal on all ranks, so all ranks make the same decision. The plain
 step and post-validation both call `decide` and carry out its decision. An update multiplies the gradients by the clip factor. A step with
-non-finite numbers is repeated or skipped, or it ends the run. A spike triggers the responses in `stability.answers`, in order. Each
-function that handles one kind of problem returns a decision, or None if the step has no such problem.
+non-finite numbers is repeated or skipped, or the run rewinds or ends. A spike triggers the responses in `stability.answers`, always in the
+order skip, rewind, lower, stop. Functions for one kind of problem return a decision, or None if the step has no such problem.
 """
 
 import math
@@ -26,7 +26,7 @@ class Vitals:
     """The global norm of the gradients."""
     step: int = 0
     updates: int = 0
-    """Made so far."""
+    """Number of updates made before this step."""
     skipped: int = 0
     """Number of updates that the run has skipped so far because of non-finite numbers."""
     tries: int = 0
@@ -36,7 +36,8 @@ class Vitals:
     attended: bool = False
     """True if a healer is present, which can examine a spike and rewind."""
     sound: bool | None = None
-    """In a spike, True if the previous batch still has the loss that it had in its own step; None if this was not examined."""
+    """In a spike, True if the numbers of the previous batch, computed again, rose by less than half as much as in the spike; None if this
+    was not examined."""
     scale: Scale | None = None
     """The loss scale of the step; None: the run has none."""
     lr: float = 0.0
@@ -49,7 +50,7 @@ class Vitals:
 
     @property
     def gradient_scale(self) -> float:
-        """Factor of the gradients."""
+        """The loss scale, by which the gradients were multiplied; 1 if the run has none."""
         return 1.0 if self.scale is None else self.scale.value
 
     @property
@@ -170,9 +171,9 @@ def _not_finite(vitals: Vitals, stability: StabilitySpec, history: History) -> D
 def _spike(
     vitals: Vitals, found: tuple[Departure, ...], stability: StabilitySpec, history: History, update: Update
 ) -> Decision | None:
-    """Return the first response in `stability.answers` that is not used up; None for a step that is only suspected. A batch is not skipped
-    if the weights are known to be damaged. After a jump of the learning rate, which spoils later updates too, a batch is skipped only if
-    the run cannot rewind to before the jump."""
+    """Return a rerun for the first step of a spike, if there is a healer; then the first response in `stability.answers` that is not used
+    up, or None for a step that is only suspected. A batch is not skipped if the weights are known to be damaged. After a jump of the
+    learning rate, which spoils later updates too, a batch is skipped only if the run cannot rewind to before the jump."""
     if not found or not stability.answers:
         return None
     reason = ", ".join(map(str, found))
@@ -200,7 +201,7 @@ def _rewind(
     vitals: Vitals, reason: str, stability: StabilitySpec, history: History, *, otherwise: Update | Skip | Stop
 ) -> Rewind | None:
     """Return a rewind to a copy from before the spike. If the learning rate jumped, the copy must be from before the jump; if the run has
-    rewound for this spike already, it must be older than the copy of that rewind."""
+    rewound within the last `stability.window` steps, the copy must be older than the copy of that rewind."""
     if not _may_rewind(vitals, stability, history):
         return None
     began, jumped = history.began if history.began >= 0 else vitals.step, _jumped(vitals, history)
@@ -210,8 +211,8 @@ def _rewind(
 
 
 def _last(vitals: Vitals, reason: str, stability: StabilitySpec, history: History, update: Update) -> Update | Stop:
-    """Return the decision when no skip or rewind is left: lower the learning rate; while it is lowered, update as usual; after that, end
-    the run."""
+    """Return the decision when no skip or rewind is left: lower the learning rate, or else end the run, if `stability.answers` allows
+    this. While the rate is lowered, or if neither is allowed, update as usual."""
     if vitals.updates < history.lowered:
         return update
     if "lower" in stability.answers and history.lowerings < stability.rewinds:

@@ -40,7 +40,7 @@ class Score:
 def evaluate(run_dir: Path, texts: Iterable[str], *, step: int | None = None, seq_len: int | None = None) -> Score:
     """Return the loss of a run's newest weights (or those of `step`) on `texts`, each of which is a document. Each document's tokens
     after its first, including the end-of-text token, are predicted from earlier tokens in windows of `seq_len` tokens (default: as in
-    training). Raises ValueError if no text has two tokens.
+    training). Raises ValueError if all texts are empty, or if `seq_len` exceeds the model's context.
     """
     checkpoint = folder.find(run_dir if step is None else folder.of_run(run_dir) / folder.name(step))
     manifest = folder.read_manifest(checkpoint)

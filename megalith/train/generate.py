@@ -16,8 +16,8 @@ from megalith.train.run import choose_device
 
 
 def load_model(path: Path, *, device: torch.device) -> Stage:
-    """Return the whole model of the newest intact checkpoint at `path`, in fp32. Raises own.OwnPartError for a user's own parts that
-    were not imported."""
+    """Return the whole model of the checkpoint `path`, which `folder.find` has verified, in fp32. Raises own.OwnPartError for a user's
+    own parts that were not imported."""
     sizes = families.read(folder.read_manifest(path).meta["spec"]["model"])
     parts.need(sizes)
     spec = sizes.build()
@@ -34,7 +34,8 @@ def load_model(path: Path, *, device: torch.device) -> Stage:
 
 
 def find_tokenizer(run_dir: Path, data: str | None) -> Tokenizer:
-    """Return the tokenizer of a run from the copy in the run folder. Raises FileNotFoundError with the paths that were tried."""
+    """Return the tokenizer of a run from the run folder or, if it is not there, from the folder `data`. Raises FileNotFoundError with the
+    paths that were tried."""
     places = [place / TOKENIZER_FILE for place in (run_dir, *([Path(data)] if data else []))]
     found = next((path for path in places if path.is_file()), None)
     if found is None:
@@ -55,7 +56,7 @@ def generate(
     top_p: float | None = None,
     seed: int = 0,
 ) -> str:
-    """Generate text after `prompt`, up to `tokens` tokens or the end of the text; also add it to the run's events.
+    """Generate text after `prompt`, up to `tokens` tokens or the end of the text; in a run folder, also add it to the events.
 
     With an empty prompt, the text begins a new document. Raises ValueError if the prompt plus `tokens` new tokens exceed the model's
     context.

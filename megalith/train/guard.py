@@ -49,7 +49,8 @@ class StateGuard:
         report: Report = reports.report,
         merged: Sequence[torch.Tensor] = (),
     ) -> None:
-        """`merged`: tensors that only merges with other sites change. They are checked before merges and saves, not in each step."""
+        """`merged`: tensors that only merges with other sites change. `merged` is checked
+        before merges and saves, not in each step."""
         self.trainer, self.fleet, self.rank_info, self.memory, self.report = (
             trainer,
             trainer.spec.fleet,
@@ -158,7 +159,7 @@ class StateGuard:
 
     def _of_scale(self) -> int:
         """Return the loss scale's part of the digest. The loss scale is handled separately, because only it may change in a skipped step.
-        Its digest is computed from the Python copy of the scale in `State`, so that an altered tensor is detected."""
+        The digest of the scale is computed from its Python copy in `State`, so that an altered tensor is detected."""
         scale = self.trainer.state.scale
         return 0 if scale is None else checksum([torch.tensor(scale, dtype=torch.float32)])
 
@@ -196,7 +197,7 @@ class StateGuard:
         self.put_back(step)
 
     def put_back(self, step: int) -> None:
-        """Drop the records of a step, so that it can be computed again."""
+        """Drop the gradients, counters and digests of a step, and seed it again, so that it can be recomputed."""
         self.trainer.drop()
         seed_step(self.trainer, step)
         self.probe.clear()
@@ -239,7 +240,8 @@ class StateGuard:
         self._together(observation, str(error), reporter=origin or 0)
 
     def _elsewhere(self, step: int, origin: int) -> str:
-        """Recompute the gradients of rank `origin`'s samples on another replica; return "clean" if they are finite, else "reproduced"."""
+        """Recompute the gradients of rank `origin`'s samples on another replica; return "clean" if they are finite,
+        else "reproduced"; "nobody to ask" without another replica."""
         shift, mesh = self.gradient_verifier.shift, self.trainer.groups.mesh
         if not shift:
             return "nobody to ask"

@@ -1,4 +1,4 @@
-"""Injects faults into tensors and computations. `fleet.actions` injects faults into processes, connections and files."""
+"""Injects faults into tensors, computations and data shards. `fleet.actions` injects faults into processes, connections and files."""
 
 import os
 import time

@@ -122,7 +122,7 @@ class Loop:
 
     @property
     def step(self) -> int:
-        """Steps tried."""
+        """The number of steps tried."""
         return self.position.step
 
     @property
@@ -219,8 +219,8 @@ class Loop:
         return done.stop
 
     def _suspicious(self) -> bool:
-        """Return True if the run is in a spike and may rewind to before this state. During such a spike, no checkpoint is saved, because it
-        would replace an older, good one."""
+        """Return True if the run is in a spike and may rewind to before this state. During such a spike, no regular checkpoint is
+        saved, because it would replace an older, good one; the state at a stop or at the end is saved."""
         history, stability = self.trainer.state.history, self.spec.stability
         return history.began >= 0 and "rewind" in stability.answers and len(history.rewinds) < stability.rewinds
 

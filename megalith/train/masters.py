@@ -66,7 +66,7 @@ class JoinedMasters:
     @torch.no_grad()
     def fill(self, offset: Sequence[int], values: Tensor) -> None:
         """Write `values` to the box of the share that begins at `offset`. If a lower half has only eight bits, the values are rounded to
-        the nearest number."""
+        24 bits."""
         upper, lower = split(values.float(), self.bits)
         _box(self.upper, offset, values).copy_(upper)
         if isinstance(self.lower, Tensor):

@@ -99,7 +99,8 @@ class Unchecked:
 
     @torch.no_grad()
     def correct(self) -> None:
-        """Undo the update, and carry out the decision. Raises gradients.NotFinite, or Undone if the step must be computed again."""
+        """Undo the update, and carry out the decision. Raises gradients.NotFinite or SpikeError if the run must stop, and Undone if the
+        step must be computed again."""
         if self._before:  # none of it may be in memory
             torch._foreach_copy_(self.trainer.state.changed(), self._before)
         for norms, before in zip(self.trainer.state.usual.values(), self._usual_before, strict=True):
@@ -142,7 +143,7 @@ class Unchecked:
         self.outcome = Outcome(events=tuple(events)) if events else NO_OUTCOME
 
     def settle(self) -> None:
-        """Verify the update between two steps. Raises gradients.NotFinite or Undone."""
+        """Verify the update between two steps. Raises the errors of `correct`."""
         if not self.holds():
             self.correct()
 
@@ -164,13 +165,13 @@ class _Open:
 
 
 class LateStepper(Stepper):
-    """Trains step by step, and returns a step only after the next one has run, because only then is it verified."""
+    """Trains step by step. A step is verified during the next one, so the next call of `step`, or `settle`, returns its result."""
 
     _open: _Open | None = None
 
     def step(self, microbatches: Sequence[Samples], *, step: int, stop: bool = False) -> list[StepResult]:
-        """Train on this rank's microbatches of step `step`; return the previous step, if it is now verified. Raises gradients.NotFinite,
-        which names this or the previous step; the weights are then those from before the named step."""
+        """Train on this rank's microbatches of step `step`; return the previous step, if it is now verified. Raises gradients.NotFinite or
+        SpikeError for the previous step; the weights are then those from before that step."""
         trainer, began = self.trainer, time.perf_counter()
         accumulated, told = self._accumulate(microbatches, step)
         notify(self.step_hooks, "after_reduction", trainer, step, accumulated.executed.nll)

@@ -26,8 +26,8 @@ class Reader:
         return Share(numbers.start, len(numbers))
 
     def reads(self, step: int) -> bool:
-        """Return True if the samples of a past step can be read again: a site only knows its newest shares, and a run that branched off
-        only its own."""
+        """Return True if the samples of a past step can be read again: a site knows only its newest shares, and a run that branched
+        off knows only the samples that it read after the branch."""
         if self._sites is not None:
             return self._sites.knows(step)
         branch = self._trainer.run.branch

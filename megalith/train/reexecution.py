@@ -73,7 +73,7 @@ class GradientProbe:
 
 @dataclass(frozen=True)
 class Disagreement:
-    """Ranks whose gradients another replica did not reproduce. `suspects`: the faulty rank if a further computation identified it, else all
+    """Ranks whose gradients another replica did not reproduce. `suspects`: the faulty ranks if a further computation found them, else all
     ranks involved; empty if a non-finite gradient prevented the comparison."""
 
     suspects: tuple[int, ...]

@@ -42,7 +42,7 @@ from megalith.train.stability.history import History
 
 
 class OtherRunError(ValueError):
-    """The checkpoint to resume from belongs to another run."""
+    """The checkpoint to resume from belongs to another run, or this run cannot branch from the checkpoint that `branch` names."""
 
 
 @dataclass(frozen=True)
@@ -132,9 +132,9 @@ def restore(
     memory: Memory | None = None,
     sites: Sites | None = None,
 ) -> Position:
-    """Load the state from `source` (None: the newest intact checkpoint of the run). Without such a state, load the weights of
-    `train.init_from`, or keep the initial weights. Invalidate copies of later steps in memory. Sites agree on a common checkpoint that is
-    not newer than `source`.
+    """Load the state from `source` (None: the newest intact checkpoint of the run). Without such a state, load the checkpoint
+    from which the run branches, or the weights of `train.init_from`, or keep the initial weights. Invalidate copies of later steps in
+    memory. Sites agree on a common checkpoint that is not newer than `source`.
 
     Raises OtherRunError if the checkpoint belongs to another run, a data error if the run's data or tokenizer have changed since, and
     Reported if a piece of `source` is damaged (reported as CopyCorrupt) or temporarily unreadable (CopyAway).

@@ -213,9 +213,9 @@ def _warner(log: EventLog | None) -> Callable[[str], None]:
 
 
 class _Stop:
-    """A flag that SIGTERM, SIGUSR1 and SIGHUP (unless SIGHUP is ignored) set at any time. Ranks read the flag at the end of a step, and
-    agree whether to stop. The signal is reported at once, because a scheduler may be about to take the node away; the supervisor knows
-    whether it sent the signal itself."""
+    """A flag that SIGTERM, SIGUSR1 and SIGHUP (unless SIGHUP is ignored) set at any time. Ranks read the flag before each step, and
+    agree during the step whether to stop after it. The signal is reported at once, because a scheduler may be about to take the node away;
+    the supervisor knows whether it sent the signal itself."""
 
     def __init__(self) -> None:
         self.asked = False

@@ -202,7 +202,7 @@ class State:
 
     def master(self, name: str) -> Tensor:
         """Return this rank's share of the master weights of a parameter, or of a buffer, on the device: the tensor that training changes,
-        or a copy if that tensor is off the device."""
+        or a copy if the master weights are off the device or in two halves."""
         if name in self.buffers:
             return self.buffers[name]
         share = self._held[MASTER][name]

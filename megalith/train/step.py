@@ -158,8 +158,8 @@ def accumulate(trainer: Trainer, microbatches: Sequence[Samples], *, check: Chec
 def first_pass(
     trainer: Trainer, microbatches: Sequence[Samples], *, step: int, step_hooks: Sequence[StepHook] = ()
 ) -> StepGradients:
-    """Compute the step's gradients, and keep them on the parameters; with `Trainer.release`, update each part once its gradients are
-    reduced, and free them."""
+    """Compute the step's gradients, and keep them on the parameters; with `Trainer.release`, update each part (unless such
+    updates are paused) once its gradients are reduced, and free them."""
     if trainer.release is None:
         return accumulate(trainer, microbatches)
     return releasing(trainer, microbatches, None if trainer.release.pace.pauses else 1.0, step=step, step_hooks=step_hooks)
@@ -320,7 +320,7 @@ def remember(
     healer: Healer | None,
     findings: Findings,
 ) -> Findings:
-    """Add a decision to the run's history before it is carried out; return the findings if the step is part of a spike."""
+    """Add a decision to the run's history before it is carried out; return the findings, with the causes if they must be logged."""
     stability, history = trainer.spec.stability, trainer.state.history
     found = departures(vitals, stability, history)
     answered = isinstance(decision, Rewind | Stop) or (isinstance(decision, Update) and decision.lowered)

@@ -19,8 +19,8 @@ HookPoint = Literal["before_step", "after_reduction", "before_update", "after_up
 
 class StepHook(Protocol):
     """Callbacks at fixed points of a training step. An exception aborts the step. A subclass overrides only the points that it needs. If a
-    step's update is undone and made again, because the gradient norm was known late (post-validation), the step's last three points are
-    called twice."""
+    step's update is undone and made again, because the gradient norm was known late (post-validation), `before_update`, `after_update` and
+    `after_step` are called twice."""
 
     def before_step(self, trainer: Trainer, step: int) -> None:
         """Called before the step's data is read."""

@@ -38,8 +38,8 @@ def _be_the_server(server: socket.socket, key: Key, parent: int) -> None:
 
 
 def tcp_store(address: str, *, serves: bool, timeout: timedelta) -> dist.TCPStore:
-    """Return torch's own store at "tcp://HOST:PORT", for ranks that no agent started. This store checks no key. The store listens only at
-    the given address (or at MEGALITH_LISTEN), whereas torch would listen at all addresses of the machine. Raises OSError if the address
+    """Return torch's own store at "tcp://HOST:PORT", for ranks that no agent started. torch's store checks no key. The store listens only
+    at the given address (or at MEGALITH_LISTEN), whereas torch would listen at all addresses of the machine. Raises OSError if the address
     cannot be used.
     """
     host, _, port = address.partition("://")[2].rpartition(":")

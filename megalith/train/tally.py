@@ -93,8 +93,8 @@ class StepResult:
 
     @property
     def passes(self) -> int:
-        """Number of passes (forwards and backwards) over the step that the update took. The number is two if gradients were freed inside
-        the backward but had to be clipped."""
+        """Number of passes (forwards and backwards) over the step that the update took. The number is two if the first pass freed
+        the gradients inside the backward without an update, or with one that must be made otherwise (for example clipped)."""
         return self.outcome.passes
 
     @property

@@ -43,8 +43,8 @@ class Cause:
 
 
 class CauseReport(NamedTuple):
-    """Causes of lost time, the most expensive first, and answers to the usual what-if questions. Causes and answers are empty if
-    there is no clear cause."""
+    """Causes of lost time, the most expensive first, and answers to the usual what-if questions. `causes` is empty if there is no
+    clear cause; `without` is empty if too few steps are known, or if no answer saves enough."""
 
     causes: tuple[Cause, ...] = ()
     without: tuple[WhatIfAnswer, ...] = ()

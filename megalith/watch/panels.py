@@ -137,8 +137,8 @@ def rank_heatmap(source: Source, asked: Asked) -> dict[str, Any]:
     """Return one kind of each rank's seconds, step by step: codes of `control.times` in base 64, with ranks as rows and steps as
     columns.
 
-    Arguments: `row` (a kind of seconds, or "memory"), `sort` (rank, node, stage, data, slowest), `against` (stage: relative to the median
-    of ranks with the same stage; all: absolute), `from`, `to`, `columns`, `rows`.
+    Arguments: `row` (a kind of seconds, or "memory"), `sort` (rank, node, stage, data, slowest), `against` (stage: relative to
+    the median of ranks with the same stage; all: of all ranks), `from`, `to`, `columns`, `rows`.
     """
     row = asked.get("row", "own")
     row = row if row in times.ROWS else "own"
@@ -219,7 +219,7 @@ def what_if(source: Source, asked: Asked) -> dict[str, Any]:
     the plan; `without`: the duration of a step if the slowest rank, node, data rank or stage, or a kind of computation, took no
     longer than the median.
 
-    The arguments `rank`, `node`, `data`, `stage` and `kind` each add the answer about the given one to `without`.
+    With one of the arguments `rank`, `node`, `data`, `stage` and `kind`, `without` has only the answer about the given one.
     """
     seconds = source.recent(["seconds"], WINDOW)["seconds"]
     step = float(np.nanmedian(seconds)) if len(seconds) else None

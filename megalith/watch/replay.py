@@ -109,7 +109,8 @@ def medians(rows: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def peers(own: NDArray[np.float64], groups: NDArray[np.int64]) -> NDArray[np.float64]:
-    """For each rank, return the median of the other ranks in its group, or the rank's own value if it is alone in its group."""
+    """For each rank, return the median of the other ranks in its group (of more than 64 ranks: of all), or the rank's own value
+    if it is alone."""
     found = own.copy()
     for group in np.unique(groups):
         at = np.flatnonzero(groups == group)

@@ -247,7 +247,8 @@ class Server:
         _send(connection, _head(202, "json", len(whole)) + whole)
 
     def _stream(self, connection: socket.socket) -> None:
-        """Send the names of runs that have new data, until the page closes the connection."""
+        """Send the revision numbers of all runs' data whenever one changes, for at most STREAM_SECONDS or until the page closes
+        the connection."""
         if not self._streams.acquire(blocking=False):
             raise _Refused(503)
         try:

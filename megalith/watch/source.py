@@ -79,7 +79,7 @@ class MergeTotals(NamedTuple):
 
 
 class Source:
-    """One run. A live view of one run folder. Methods may be called from several threads, under `lock`."""
+    """A live view of one run, from its folder. Methods may be called from several threads, under `lock`."""
 
     def __init__(self, run_dir: Path, *, predicts: bool = True) -> None:
         """`predicts`: request the planner's prediction once the run's plan is known. Raises FileNotFoundError for a folder that holds no
@@ -322,8 +322,8 @@ class Source:
         return found | {"step": view.first[kept].astype(np.float64), "time": view.time[kept]}
 
     def ranks(self, row: str, *, first: int = 0, last: int = 2**62, most: int = 400) -> tuple[View, int]:
-        """Return one kind of seconds (a row of `control.times`) of all ranks in the newest generation's plan, and the number of
-        ranks."""
+        """Return one row of `control.times` (a kind of seconds, or memory) of all ranks in the newest generation's plan, and the
+        number of ranks."""
         world = self._times.width() // len(times.ROWS)
         return self._times.read([times.block(row, world)], first=first, last=last, most=most), world
 

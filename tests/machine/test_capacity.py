@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megalith.machine import capacity
-from megalith.machine.capacity import find_gpus, measure, memory_limit
+from megalith.machine.capacity import find_gpus, measure, memory_left_in_groups, memory_limit
 
 GIB = 2.0**30
 
@@ -39,6 +39,22 @@ def test_memory_is_the_machines_or_that_of_the_narrowest_control_group(
     found, of = machine(tmp_path, group, **limits)
     assert found == limit * GIB
     assert of.endswith(name)
+
+
+@pytest.mark.parametrize(
+    ("group", "limits", "left"),
+    [
+        ("0::/job/step\n", {"job/step/memory.max": "max", "job/memory.max": f"{3 * 2**30}", "job/memory.current": f"{2**30}"}, 2),
+        ("0::/\n", {"memory.max": f"{3 * 2**30}", "memory.current": f"{2**31}", "memory.stat": f"inactive_file {2**30}"}, 2),
+        ("4:memory:/job\n", {f"memory/job/memory.{name}_in_bytes": f"{2**30}" for name in ("limit", "usage")}, 0),
+        ("0::/job\n", {"job/memory.max": "max"}, float("inf")),
+        ("0::/gone\n", {}, float("inf")),
+    ],
+    ids=["of the group above", "cached files", "version 1", "no limit", "no group"],
+)
+def test_memory_left_is_that_of_the_group_nearest_to_its_limit(tmp_path: Path, group: str, limits: dict[str, str], left: float):
+    machine(tmp_path, group, **limits)
+    assert memory_left_in_groups(proc=tmp_path / "proc", groups=tmp_path / "groups") == left * GIB
 
 
 def test_a_machine_without_proc_has_some_memory(tmp_path: Path):

@@ -286,6 +286,12 @@ def test_where_nothing_fits_the_closest_is_named():
     assert not found.closest.estimate.fits
 
 
+def test_where_plans_fit_and_all_are_refused_nothing_is_said_to_need_more_memory():
+    found = search(dense(), clusters.load("h100:8"), seq_len=256, global_batch=16, space=SPACE, valid=lambda plan: False)
+    assert (found.choices, found.closest) == ((), None)
+    assert found.refused > 0
+
+
 SLACK = calibration().overheads["fused"].slack
 
 

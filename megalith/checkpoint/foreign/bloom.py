@@ -1,4 +1,4 @@
-"""BLOOM, both ways."""
+"""Conversion of BLOOM from and to transformers' format."""
 
 from megalith.checkpoint.foreign.family import Foreign, Json
 from megalith.checkpoint.foreign.weights import Piece, interleaved, layers, same

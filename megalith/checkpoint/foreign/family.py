@@ -31,8 +31,8 @@ SIZES = {"vocab": "vocab_size", "dim": "hidden_size", "layers": "num_hidden_laye
 
 
 def habits(*, context: int, norm_eps: float, tied: bool) -> dict[str, tuple[str, Any]]:
-    """Return a map from fields of Megalith's spec to transformers' settings, which are the same in all families since Llama; each
-    setting comes with the default that transformers has for one family."""
+    """Return a map from fields of Megalith's spec to transformers' settings, which are the same in most families since Llama;
+    each setting comes with the default that transformers has for one family."""
     return {
         "context": ("max_position_embeddings", context),
         "norm_eps": ("rms_norm_eps", norm_eps),
@@ -42,7 +42,7 @@ def habits(*, context: int, norm_eps: float, tied: bool) -> dict[str, tuple[str,
 
 
 class ForeignModelError(ValueError):
-    """Megalith cannot represent the model, or only a part of it; the text lists every reason."""
+    """The folder's model cannot be read, or Megalith cannot represent all of it; the text lists every reason."""
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,8 @@ YARN = {
     "beta_slow": "beta_slow",
 }
 STRETCHES: dict[str, Mapping[str, str]] = {"llama3": LLAMA3, "yarn": YARN, "linear": {"factor": "factor"}}
-"""Map from the kind of context extension to a map from Megalith's fields to transformers' settings. Missing settings get
-transformers' defaults, except that YaRN's `factor` and `original_context` must be given."""
+"""Map from the kind of context extension to a map from Megalith's fields to transformers' settings. Only YaRN's `beta_fast` and
+`beta_slow` may be missing; the defaults of these two are then those of transformers."""
 
 
 def scaled_rope(config: Json) -> Read:

@@ -1,4 +1,4 @@
-"""Gemma 2, both ways."""
+"""Conversion of Gemma 2 from and to transformers' format."""
 
 from megalith.checkpoint.foreign.family import SIZES, Foreign, Json, Read, habits, heads_divide, plain_rope, write_rope
 from megalith.checkpoint.foreign.weights import ATTENTION, GATED_MLP, Piece, ends, layers, same

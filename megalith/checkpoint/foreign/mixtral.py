@@ -1,4 +1,4 @@
-"""Mixtral, both ways."""
+"""Conversion of Mixtral from and to transformers' format."""
 
 from megalith.checkpoint.foreign.family import SIZES, Foreign, Json, Read, habits, plain_rope, write_rope
 from megalith.checkpoint.foreign.weights import ATTENTION, NORMS, Piece, ends, layers, same, stacked

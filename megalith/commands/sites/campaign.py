@@ -115,7 +115,7 @@ def table_of(found: "SitesJudgement") -> Table:
 
 
 def sentences(found: "SitesJudgement") -> Iterator[str]:
-    """Yield a campaign across sites in sentences."""
+    """Yield the results of a campaign across sites as sentences."""
     yield f"{counted(found.merges, 'merge')}; {found.seconds:.0f} s, {found.seconds_without:.0f} s without faults"
     if found.same_end is not None:
         same = "the same bits as" if found.same_end else "other bits than"

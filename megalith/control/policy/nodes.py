@@ -16,8 +16,8 @@ Kept = TypeVar("Kept")
 
 
 def nodes_lost(state: State, observation: observations.NodesLost, fleet: FleetSpec) -> Decision:
-    """Respond to the loss of nodes, and with them of the copies in their memory and on their disks. A lost spare is only removed
-    from the list of spares."""
+    """Respond to the loss of nodes, and with them of the copies in their memory and on their disks. A lost spare node is only
+    removed from the list of spares, and quarantined."""
     slots = tuple(slot for slot, node in enumerate(state.placement) if node in observation.nodes)
     gone = dict.fromkeys(observation.nodes, observation.time)
     spares = tuple(node for node in state.spares if node not in observation.nodes)
@@ -76,8 +76,8 @@ def node_joined(state: State, observation: observations.NodeJoined, fleet: Fleet
 
 
 def health_checked(state: State, observation: observations.HealthChecked, fleet: FleetSpec) -> Decision:
-    """Respond to a node's health check. A node that failed its check is excluded, and checked again later. The record of a node
-    that passed is cleared."""
+    """Respond to a node's health check. A node that failed its check is excluded, and checked again later if it still answers. If
+    an excluded node passed, its record is cleared, and it becomes available."""
     slot = state.slot(observation.node)
     why = f" ({observation.text})" if observation.text else ""
     if not observation.passed and slot is not None:

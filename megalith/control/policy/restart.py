@@ -18,8 +18,9 @@ def restart(
     state: State, commands: list[Order], observation: Observation, fleet: FleetSpec, *, reason: str, source: Source | None = None,
     blamed: str | None = None, rank: int | None = None, after: float = 0.0,
 ) -> Decision:  # fmt: skip
-    """Fill empty slots and restart from `source` (default: the newest complete copy); stop after too many starts without
-    progress. `after`: minimum wait in seconds. Nodes in `state.leaving` leave at this restart."""
+    """Restart from `source` (default: the newest complete copy), or stop after too many starts without progress. If a slot is
+    empty, instead shrink, wait or stop, as `fleet.no_spare` says. `after`: minimum wait in seconds. Nodes in `state.leaving` are
+    replaced at this restart."""
     leaving = state.leaving
     for node in leaving:
         state, orders = evict(state, state.placement.index(node), observation, fleet, because="it is taken away", forced=True)

@@ -77,5 +77,5 @@ def dump(state: State) -> dict[str, Any]:
 
 
 def load(record: dict[str, Any]) -> State:
-    """Read a state that `dump` wrote. Raises pydantic's ValidationError for any other text."""
+    """Read a state that `dump` wrote. Raises pydantic's ValidationError for any other record."""
     return _STATES.validate_python(record)

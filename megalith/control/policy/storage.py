@@ -31,8 +31,8 @@ def copy_corrupt(state: State, observation: observations.CopyCorrupt, fleet: Fle
 
 
 def copy_away(state: State, observation: observations.CopyAway, fleet: FleetSpec) -> Decision:
-    """Restart later if a copy of the state cannot be read; each wait is as long as the copy has been unreadable so far. After
-    `fleet.wait_limit`, the copy counts as damaged."""
+    """Restart later if a copy of the state cannot be read; each wait is as long as the copy has been unreadable so far, but from
+    `fleet.backoff` to `fleet.backoff_limit`. After `fleet.wait_limit`, the copy counts as damaged."""
     since = observation.time if state.away is None else state.away
     gone = observation.time - since
     state = replace(state, away=since)
@@ -93,8 +93,9 @@ def not_this_run(state: State, observation: observations.NotThisRun, fleet: Flee
 
 
 def store_away(state: State, observation: observations.StoreAway, fleet: FleetSpec) -> Decision:
-    """Restart later if storage is unavailable; each wait is as long as it has been unavailable so far. No node is blamed, and the
-    failed start is not counted. After `fleet.wait_limit` the run stops, and the same command can resume it."""
+    """Restart later if storage is unavailable; each wait is as long as the storage has been unavailable so far, but from
+    `fleet.backoff` to `fleet.backoff_limit`. No node is blamed, and the failed start is not counted. After `fleet.wait_limit` the
+    run stops, and the same command can resume it."""
     since = observation.time if state.away is None else state.away
     gone = observation.time - since
     reason = f"{observation.path} cannot be used at the moment: {observation.error}"

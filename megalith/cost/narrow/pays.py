@@ -43,7 +43,7 @@ class Layer:
     kernels: int
     """Number of kernels that the rounding launches."""
     codes: bool
-    """True if 8-bit codes are multiplied; otherwise rounded factors are multiplied in the wide format."""
+    """True if 8-bit codes are multiplied; otherwise rounded factors are multiplied in bf16 or fp32."""
 
     @property
     def module(self) -> str:

@@ -1,7 +1,8 @@
 """Products of Megalith's trainer in a block with narrow layers: the format of each product, and the roundings of its factors.
 
-If the device multiplies 8-bit codes, a product has the speed of 8 bits, and its factors are rounded by compiled kernels. Every other
-narrow product rounds its factors by plain torch operations and multiplies them in the wide format. No torch.
+If the device multiplies 8-bit codes, a product has the speed of 8 bits, and its factors are rounded by compiled kernels. Every other narrow
+product rounds its factors by plain torch operations and multiplies them in the wide format, or in fp32 if scales are not powers of two. No
+torch.
 """
 
 from collections import Counter

@@ -24,7 +24,7 @@ exec {command}
 
 
 def emit_local(spec: RunSpec, launch: Launch) -> Artefact:
-    """`bash FILE` starts it."""
+    """Return a script that starts all ranks on this machine; the command is `bash FILE`."""
     alone = Launch(run_file=launch.run_file, run_dir=launch.run_dir, ranks_per_node=spec.ranks, overrides=launch.overrides)
     name = label(spec.name)
     text = LOCAL.format(

@@ -62,7 +62,7 @@ exit "$status"
 
 
 def emit(spec: RunSpec, launch: Launch) -> Artefact:
-    """`sbatch FILE` starts it."""
+    """Return a batch script, which `sbatch FILE` submits."""
     options = {
         "gpus-per-node": launch.gpus_per_node or None,
         "cpus-per-task": launch.cpus_per_node or None,
@@ -105,7 +105,7 @@ def _task(spec: RunSpec, launch: Launch) -> str:
 
 
 def _time(hours: float | None) -> str | None:
-    """Slurm's D-HH:MM:SS."""
+    """Return a time limit in Slurm's form D-HH:MM:SS; None for no limit."""
     if hours is None:
         return None
     seconds = round(hours * 3600)

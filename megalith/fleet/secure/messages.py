@@ -35,7 +35,7 @@ STRANGERS = {
 
 
 def pack(operation: Operation, *fields: bytes) -> bytes:
-    """A message."""
+    """Encode a message: its operation, then each field after its length."""
     return bytes([operation]) + b"".join(_LENGTH.pack(len(one)) + one for one in fields)
 
 

@@ -139,7 +139,8 @@ class Peers:
 
     @property
     def turned_away(self) -> int:
-        """Number of connections that did not prove the key."""
+        """Number of incoming connections that were refused: without proof of the key, above the limit AT_ONCE, or from an
+        unexpected site."""
         return self._turned_away
 
     def connected(self, site: int) -> bool:

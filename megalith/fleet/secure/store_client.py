@@ -22,7 +22,7 @@ class StoreGone(RuntimeError):  # noqa: N818  # it says what happened
 
 
 class WrongKey(RuntimeError):  # noqa: N818  # it says what was found
-    """This process and the one that listens at the store's address have different keys."""
+    """The process that listens at the store's address has another key than this process, or is not a store."""
 
 
 class StoreClient:
@@ -128,8 +128,8 @@ class StoreClient:
 
 
 def _connect(host: str, port: int, key: Key, address: str, *, seconds: float) -> tuple[socket.socket, Sealer, Opener]:
-    """Return an authenticated connection. If the connection breaks before that, retry, because connections of strangers may fill
-    the store."""
+    """Return an authenticated connection. If the connection breaks before it is authenticated, retry, because connections of
+    strangers may fill the store."""
     end = time.monotonic() + seconds
     while True:
         left = max(0.1, end - time.monotonic())

@@ -136,7 +136,7 @@ class Buffer:
     @classmethod
     def create(cls, path: Path, bytes_after_header: int, *, key: Key) -> "Buffer":
         """Create the buffer at `path`, or keep an existing one of the right size, and allocate all of its memory. Raises OSError
-        if there is no room, and NotPrivate if other users can access its folders."""
+        if there is no room, and NotPrivate if its folders belong to another user, or other users may write to them."""
         size = PAGE + bytes_after_header
         with private.opened_below(path.parent, create=True) as folder:
             descriptor = private.open_file(folder, path, os.O_RDWR | os.O_CREAT)

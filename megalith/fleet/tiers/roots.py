@@ -59,7 +59,7 @@ def elsewhere(root: Path, why: NotPrivate) -> Path:
 
 
 def taken(root: Path) -> NotPrivate | None:
-    """Return the reason why a folder does not belong to this run alone; None if it does or does not exist."""
+    """Return the reason why a folder is not private to this user; None if it is private, missing or unreadable."""
     try:
         with private.opened(root):
             return None

@@ -208,7 +208,8 @@ def _experts(moe: dict[str, Any], gated: bool, groups: dict[str, int]) -> MoeSpe
 
 
 def _ahead(row: Row, sizes: dict[str, Any]) -> int:
-    """Return the depth of multi-token prediction that the row states, or else its model's usual depth (1 for DeepSeek-V3)."""
+    """Return the depth of multi-token prediction: as the row states, else as the sizes of its model state, else 1 for DeepSeek-V3 in rows
+    of Megatron-Bridge, and 0 in other rows."""
     if "mtp" in row.options:
         return int(row.options["mtp"])
     if "variant" in row.options:

@@ -81,7 +81,7 @@ def as_changes(whole: Calibration, others: Mapping[str, Calibration]) -> str:
 
 
 def main() -> None:
-    """Fit and write."""
+    """Fit the calibration, and write its files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweeps", type=int, default=SWEEPS)
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="number of fits that run in parallel")

@@ -25,8 +25,8 @@ from megalith.spec.model import AttentionSpec, BlockSpec, MambaSpec, MlpSpec, Mo
 
 class NemotronH(ParametrizedSpec):
     """Sizes of a Nemotron-H (NVIDIA 2025, arXiv:2504.03624), or of a Nemotron 3 Nano, which also has experts (arXiv:2512.20848).
-    Each layer is either a mixer or an MLP, which is one half of a transformer block. Attention has no position encoding. Experts
-    use squared ReLU, and tokens are routed as in DeepSeek-V3."""
+    Each layer is one half of a transformer block: a mixer, an MLP or experts. Attention has no position encoding. Experts use
+    squared ReLU, and tokens are routed as in DeepSeek-V3."""
 
     family: Literal["nemotron_h"] = "nemotron_h"
     name: str = "nemotron_h"

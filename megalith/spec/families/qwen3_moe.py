@@ -24,9 +24,9 @@ from megalith.spec.model import BlockSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec
 
 
 class Qwen3Moe(ParametrizedSpec):
-    """Sizes of a Qwen3 with many small experts and no shared expert (Qwen Team 2025, arXiv:2505.09388, section 2). By default,
-    experts' loads are balanced over a whole global batch (Qiu et al. 2025, arXiv:2501.11873), which is the batch of the previous
-    step."""
+    """Sizes of a Qwen3 with many small experts and no shared expert (Qwen Team 2025, arXiv:2505.09388, section 2). If
+    `balance_weight` is above 0, experts' loads are by default balanced over a whole global batch (Qiu et al. 2025,
+    arXiv:2501.11873): the batch of the previous step."""
 
     family: Literal["qwen3_moe"] = "qwen3_moe"
     name: str = "qwen3_moe"

@@ -78,7 +78,7 @@ class ModelPart(NamedTuple):
     torch."""
     core: bool = False
     """For an attention: True if information flows between tokens only through `self.core`, a `models.core.CausalCore` (not a
-    subclass). Context parallelism requires this."""
+    subclass). Context parallelism requires `core = True`."""
 
 
 class _Rows(dict[str, ModelPart]):

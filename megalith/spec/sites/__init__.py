@@ -1,4 +1,4 @@
-"""Sites: groups of ranks that each run the whole plan, and merge their weights at intervals (DiLoCo, Douillard et al. 2023,
+"""Sites: groups of ranks that each run a whole plan, and merge their weights at intervals (DiLoCo, Douillard et al. 2023,
 arXiv:2311.08105; Streaming DiLoCo, Douillard et al. 2025, arXiv:2501.18512). Arithmetic only, no torch."""
 
 from megalith.spec.sites.cut import (

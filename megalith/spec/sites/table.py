@@ -31,7 +31,7 @@ class LinkSpec(Spec):
 
 
 class TlsSpec(Spec):
-    """PEM files for the encryption of connections between sites. Each machine that leads a site needs them."""
+    """PEM files for the encryption of connections between sites. Each machine that leads a site needs these files."""
 
     certificate: Path = Field(description="this site's certificate, which contains its address")
     key: Path = Field(description="the private key of that certificate")
@@ -64,7 +64,8 @@ class SiteSpec(Spec):
 
 
 class SitesSpec(Spec):
-    """Sites: groups of ranks that train separately and merge their weights every `inner_steps` steps."""
+    """Sites: groups of ranks that train separately and merge their weights every `inner_steps` steps, or exchange gradients in
+    every step (`method = "data-parallel"`)."""
 
     method: Literal["merge", "data-parallel"] = Field(
         default="merge",

@@ -1,4 +1,4 @@
-"""The yardstick of MFU: FLOP per token, and the peak FLOP/s of the devices: the inputs of MFU."""
+"""The inputs of MFU: FLOP per token, and the peak FLOP/s of the devices."""
 
 import hashlib
 import math
@@ -76,8 +76,8 @@ def catalogue_peak(asked: str, device: str, precision: str) -> Peak:
 
 
 def counted_flops(trainer: Trainer, kept: Path) -> float:
-    """Return FLOP per token in the current phase. The number is counted once in a run and saved, because counting takes longer than the
-    rest of a restart."""
+    """Return FLOP per token in the current phase. The number is counted once for each sequence length and saved, because counting
+    takes longer than the rest of a restart."""
     seq_len = trainer.spec.train.seq_len
     of = hashlib.sha256(f"{seq_len} {trainer.model.model_dump_json()}".encode()).hexdigest()[:12]
     path = kept / f"flops-{of}"

@@ -108,7 +108,7 @@ class PrecisionWatch:
 
     def gradients(self, step: int) -> GradientComparison:
         """Compute gradients with high-precision products, and with the products of the next step; return those of the weights that this
-        rank counts."""
+        rank counts in sums over ranks."""
         trainer, count = self.trainer, self.executor.program.microbatches
         if self.executor.hidden != trainer.executor.hidden:  # the run is in another phase
             self.executor.adopt(self.executor.program, trainer.executor.hidden)

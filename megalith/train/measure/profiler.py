@@ -34,7 +34,7 @@ class Profile:
         return self.after_step if self.traced else nullcontext
 
     def after_step(self, done: int) -> None:
-        """`done` steps are finished."""
+        """End the span of the finished step, and begin the span of the next step if it is traced. `done`: the number of finished steps."""
         self._end_span()
         if done + 1 not in self.traced:
             self.__exit__()

@@ -1,5 +1,5 @@
-"""Gives checkpoints access to a share that is stored on disk, in chunks. Reading or writing a share needs memory for only a few of its
-pieces."""
+"""Gives checkpoints access to a share that is stored on disk, in chunks. Reading a share, or writing all of it, needs memory for only a few
+of its pieces."""
 
 from collections.abc import Iterator, Sequence
 from math import prod

@@ -1,4 +1,4 @@
-"""The two homes of offloaded state: the host's memory, and files whose chunks updates read and write through buffers in memory."""
+"""The two homes of offloaded state: the host's memory, and files on disk, whose chunks are updated through buffers in memory."""
 
 import os
 import tempfile
@@ -120,7 +120,7 @@ class Host:
 
     @property
     def bytes(self) -> dict[str, int]:
-        """Bytes by tier."""
+        """The bytes of the offloaded state, under the name of its tier."""
         return {"host": sum(held.numel() * held.element_size() for held in self.held.values())}
 
 
@@ -222,7 +222,7 @@ class Disk:
 
     @property
     def bytes(self) -> dict[str, int]:
-        """Bytes by tier."""
+        """The bytes of the offloaded state, under the name of its tier."""
         return {"disk": self.slots.bytes}
 
 

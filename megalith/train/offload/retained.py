@@ -66,8 +66,8 @@ class HostCopy:
 
 
 class HostMemory:
-    """The host's memory as a tier, for runs on the CPU. The tier makes real copies, so the order of operations, the byte counts and the
-    bits are the same as on a GPU."""
+    """The host's memory as a tier, for runs on the CPU. The tier makes real copies, so the order of operations and the byte counts
+    are the same as on a GPU."""
 
     def __init__(self) -> None:
         self.counted = TierUsage()

@@ -1,5 +1,5 @@
-"""A safetensors file that holds one slot of every chunk of a rank's state. Its I/O bypasses the page cache, and the file has no name until
-a checkpoint links it."""
+"""A safetensors file that holds one slot of every chunk of a rank's state. If the file system supports it, I/O bypasses the page cache. The
+file has no name until a checkpoint links it."""
 
 import errno
 import json
@@ -26,8 +26,8 @@ NO_NAMELESS = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT)
 
 
 class StateFileError(OSError):
-    """The file with a rank's state cannot be read or written, or its content differs from the written content. The newest checkpoint is
-    intact."""
+    """The file with a rank's state or retained activations cannot be read or written, or its content differs from the written content.
+    The run can resume from its newest checkpoint."""
 
     exit_code = ExitCode.LOST
 

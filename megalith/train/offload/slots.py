@@ -97,7 +97,7 @@ class Slots:
         """Return the file that holds all valid chunks. The returned file is never written again, and `undo` cannot restore an older state.
         Room for a new file is reserved at once, so that the disk cannot be full in a later step.
 
-        Return None if the disk has no room for a new file, or if an update is in progress.
+        Return None if the disk has no room for a new file, if an update is in progress, or if no single file holds all valid chunks.
         """
         files = {*self._used.values()}
         if self._fresh or len(files) != 1 or self._full:

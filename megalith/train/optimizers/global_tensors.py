@@ -76,7 +76,7 @@ class GlobalTensors:
 
     def add_up(self, parts: Sequence[GlobalSum]) -> list[Tensor]:
         """For each term, return the term's box of the sum over all ranks, in fp64. One all-reduce computes all sums. The ranks of a
-        pipeline place call this together, with the same names and shapes in the same order."""
+        pipeline place (with the same stages) call this together, with the same names and shapes in the same order."""
         if self.groups is None or self.groups.place.size() == 1 or not parts:
             return [part.value.double() for part in parts]
         sizes = [max(1, torch.Size(part.shape).numel()) for part in parts]

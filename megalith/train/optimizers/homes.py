@@ -35,7 +35,8 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class MatrixHome:
-    """A matrix, its home, and the ranks that hold parts of it. Ranks are numbered within the pipeline place."""
+    """A matrix, its home, and the ranks that hold parts of it. Ranks are numbered within the pipeline place (the ranks
+    with the same stages)."""
 
     item: Item
     home: int
@@ -55,8 +56,8 @@ class MatrixHome:
 
 def share_out(items: Iterable[tuple[Item, Sequence[int]]], loads: dict[int, float]) -> dict[Item, int]:
     """Return the home of each matrix. In the order of decreasing cost, each matrix is assigned to the candidate rank with the least work so
-    far; of equal candidates, to the first one. `loads`: the work that each rank already has, updated in place. The largest load is at most
-    a third above the optimum (Graham 1969).
+    far; of equal candidates, to the first one. `loads`: the work that each rank already has, updated in place. If all loads begin at
+    0 and each rank is a candidate for each matrix, the largest load is at most a third above the optimum (Graham 1969).
     """
     homes: dict[Item, int] = {}
     for item, candidates in sorted(items, key=lambda each: -each[0].work):  # a stable sort: the same on every rank

@@ -32,8 +32,8 @@ class Muon:
         self._exchange: MatrixExchange | None = None
 
     def update(self, parts: Sequence[Part], *, number: int, lr: float) -> Callable[[], None]:
-        """Update the moments, and start to send them to the homes of their matrices. Return a function that waits for these messages and
-        updates the weights."""
+        """Update the moments, and start to send update directions to the homes of their matrices. Return a function that waits for these
+        messages and updates the weights."""
         exchange = self._exchange = self._exchange or MatrixExchange(
             self.whole, homes_of(self.whole, [part.name for part in parts])
         )

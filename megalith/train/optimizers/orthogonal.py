@@ -27,8 +27,8 @@ POLAR_EXPRESS: tuple[Step, ...] = (
 further steps repeat the last row."""
 
 SAFETY = 1.01
-"""The steps of "polar-express" are computed as if singular values were larger by this factor, so that singular values slightly above 1,
-from rounding, do not grow (section 4 of the same paper)."""
+"""The steps of "polar-express", except those with the last row, divide singular values by this factor first, so that singular values
+slightly above 1, from rounding, do not grow (section 4 of the same paper)."""
 
 MINIMUM = 1e-7
 """The lower bound of the norm by which a matrix is divided: torch.optim.Muon's eps."""

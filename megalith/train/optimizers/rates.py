@@ -7,9 +7,9 @@ from megalith.spec.run import BranchSpec, OptimizerSpec
 
 
 def learning_rate(update: int, *, spec: OptimizerSpec, steps: int, branch: BranchSpec | None = None) -> float:
-    """Return the learning rate of update `update` (counted from 0) of `steps`: a linear warm-up, and then the schedule, down to
-    `min_lr_ratio * lr` in the last update. The first update of the warm-up has the rate lr / warmup, as in torchtitan; in Megatron-LM and
-    transformers, its rate is 0.
+    """Return the learning rate of update `update` (counted from 0) of `steps`: a linear warm-up, and then the schedule, which
+    (unless it is constant) ends at `min_lr_ratio * lr` in the last update. The first update of the warm-up has the rate lr / warmup, as in
+    torchtitan; in Megatron-LM and transformers, its rate is 0.
 
     A `branch` follows the schedule of its original run. If the branch has its own decay, its rate decays from its first update on
     instead."""

@@ -67,8 +67,8 @@ def opened(parts: Iterable[Part], *, weights_alone: bool = False) -> Iterator[Pa
 
 
 def together(parts: Sequence[Part]) -> Iterator[list[Part]]:
-    """Yield lists of parts that are updated together: first all parts whose state is on the device and in fp32, then each other part by
-    itself."""
+    """Yield lists of parts that are updated together: first all parts whose state is on the device and in fp32, then each other part, or
+    each piece of it, by itself."""
     at_hand = [part for part in parts if part.home is None and part.small is None]
     if at_hand:
         yield at_hand
@@ -105,8 +105,8 @@ def alike(parts: Sequence[Part]) -> Iterator[list[Part]]:
 
 
 class Optimizer:
-    """The update rules of a rank: a parameter's row in `spec.optimizers` names its rule. Ranks of one pipeline place hold shares of the
-    same parameters, so they use the same rules."""
+    """The update rules of a rank: the row in `spec.optimizers` of a parameter's optimizer names its rule. Ranks of one pipeline place hold
+    shares of the same parameters, so they use the same rules."""
 
     def __init__(
         self, spec: OptimizerSpec, treated: Mapping[str, Treatment], whole: GlobalTensors, *, target: str | None = None

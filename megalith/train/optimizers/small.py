@@ -53,7 +53,7 @@ class PackedState(NamedTuple):
         narrow: bool = False,
         target: str | None = None,
     ) -> "PackedState | None":
-        """Return None if all slots and the master weights are in fp32. `narrow`: the gradient is not in fp32."""
+        """Return None if the moments, the master weights and the gradient are all in fp32. `narrow`: the gradient is not in fp32."""
         moments = tuple(slot for slot in slots if slot.shape == "like" and slot.category == "optimizer")
         lower = next((slot for slot in slots if slot in LOWER.values()), None)
         found = cls(name, moments, lower, number, cut, alone, target)

@@ -24,8 +24,8 @@ Call = Callable[[nn.Module, Tensor, Batch], Tensor]
 
 
 def try_parts(sizes: OwnPartsSpec, *, masked: bool) -> None:
-    """Build a small model of this family, and run each of the user's own parts forward and backward on the CPU: once whole, and once split
-    as for two tensor-parallel ranks.
+    """Build a small model of this family, and run each of the user's own parts on the CPU: forward as a whole; attention, and parts with
+    cuts, also forward and backward, whole and split as for two tensor-parallel ranks.
 
     Raises own.OwnPartError if a part draws random numbers, changes the shape, uses tokens that it must not see, or gives other results with
     its declared cuts. `masked`: documents of a sequence must not see each other."""

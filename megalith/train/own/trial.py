@@ -19,8 +19,8 @@ OPENED = "Read and change weights and slots only within megalith.train.optimizer
 
 @torch.no_grad()
 def try_rule(kind: str, spec: OptimizerSpec, *, away: bool = False) -> None:
-    """Update a small matrix twice, in three ways: as a whole, as a whole with a new rule object for each update, and as two halves of its
-    rows.
+    """Update a small matrix twice, in several ways: as a whole, as a whole with a new rule object for each update and, if the update is
+    declared elementwise, as two halves of its rows.
 
     Raises own.OwnPartError if a new rule object changes the result, because the rule then keeps state outside its slots, which no
     checkpoint saves. Also raises own.OwnPartError if the update is declared elementwise but the halves give another result. `away`: also

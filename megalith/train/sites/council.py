@@ -5,8 +5,8 @@ period, and sends its verdict to all sites. With asynchronous merges, it waits f
 allowed number of merges. A verdict needs a quorum: more than half of the run's sites, or a group that includes the site named in the run
 file. The quorum counts the decider, the sites whose differences arrived, and the sites that only follow the decider's merges. A follower
 must have sent a message since the merge was due, because a cut connection looks intact for a while. The merges under one decider form a
-sequence, called a line. Each start of a site's ranks takes part in only one line. If a network failure splits the sites, at most one half
-makes merges, because no site takes part in two lines of merges and two quorums always share a site. If a line has no quorum or loses its
+sequence, called a line. A site takes part in only one line at a time. If a network failure splits the sites, at most one half
+makes merges, because no site takes part in two lines at once and two quorums always share a site. If a line has no quorum or loses its
 decider, the sites whose differences are due wait at the merge for the other sites (`meeting`). All other sites exit; when restarted, they
 join with the others' weights, or begin from a checkpoint (`Council.begin`).
 """
@@ -156,8 +156,8 @@ class Council(SiteMessenger):
         return self._decided(merge) if self.decides else self._awaited(merge)
 
     def _may_stand(self, merge: Pending) -> bool:
-        """True if this site's weight difference is due at the merge, so that the site may wait there. Another site exits instead, because
-        it loses nothing by joining again."""
+        """True if this site's weight difference is due at the merge, so that the site may wait there. A site whose difference is not due
+        exits instead, because it loses nothing by joining again."""
         return self.site in merge.due
 
     def _leave(self, stand: MergePoint, gone: PeerGone) -> None:
@@ -330,8 +330,8 @@ class Council(SiteMessenger):
         return None
 
     def _unsaved(self, merge: Pending, saved: Set[int]) -> set[int]:
-        """Return the sites that may still save the run's final merge: those that train or are connected and have sent a message within the
-        grace period."""
+        """Return the sites that may still save the run's final merge: those that have sent a message within the grace period, and
+        are connected or train."""
         assert self._wire is not None
         since = time.monotonic() - self.pace.grace
         spoke = {site for site in set(range(self.spec.count)) - saved if max(self._due_since, self._roll.last_word(site)) > since}

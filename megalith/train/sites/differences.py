@@ -53,7 +53,7 @@ class Differences:
         self._there = {key: there for key, there in self._there.items() if key[0] == line}
 
     def under_way(self) -> list[Difference]:
-        """Return this site's weight differences that are not merged yet, and forget all other differences."""
+        """Return this site's weight differences that are not merged yet, and forget all of this site's differences."""
         found = [one for one in self.own if one.step > self._merged.get(one.fragment, -1)]
         self._own.clear()
         return found
@@ -61,8 +61,8 @@ class Differences:
     def take(
         self, verdict: Verdict, line: str, *, bytes_each: int, waiting: Mapping[int, Sequence[int]] = MappingProxyType({})
     ) -> list[Difference]:
-        """Return the weight differences that a verdict merges, in the order of the sites, and forget them. `waiting`: as in
-        `Verdict.takes`. Raises OutOfStepError if a difference does not have `bytes_each` bytes."""
+        """Return the weight differences that a verdict merges, in the order of the sites, and forget those that no later merge can
+        contain. `waiting`: as in `Verdict.takes`. Raises OutOfStepError if a difference does not have `bytes_each` bytes."""
         takes = verdict.takes(waiting)
         found = [self.there(line, verdict.fragment, sent)[site] for site, sent in takes]
         for (site, _), one in zip(takes, found, strict=True):

@@ -96,7 +96,7 @@ class SiteMessenger:
         return self._joining.take(members) if self.decides else []
 
     def send(self, sites: Sequence[int], message: JoinReply | FragmentValues) -> None:
-        """Send the requested data."""
+        """Send a reply or weights to the joining sites `sites`."""
         for site in sites:
             self._post(message, to=site)
 
@@ -145,8 +145,8 @@ class SiteMessenger:
             news = self._wire.next(0.0)
 
     def _send_keepalive(self) -> None:
-        """At intervals, tell the decider that this site is alive and takes part in its line of merges; the decider sends this message to
-        all sites."""
+        """At intervals, tell the decider that this site is alive and takes part in its line of merges. A site that is the decider tells all
+        sites."""
         now = time.monotonic()
         if self.line and now - self._said >= KEEPALIVE_SECONDS:
             self._said = now

@@ -27,7 +27,7 @@ class Pace:
     @property
     def grace(self) -> float:
         """The seconds for which a merge waits for a site: the run file's value or, without one, the median duration of a round on this
-        site."""
+        site, at least MIN_GRACE; before the first measured round, the assumed duration."""
         if self._grace is not None:
             return self._grace
         return max(MIN_GRACE, median(self.rounds)) if self.rounds else self._first

@@ -34,7 +34,7 @@ class RecordError(ValueError):
 def recorded(folders: Sequence[Path]) -> dict[int, Verdict]:
     """Return the verdicts of all merges up to the newest checkpoint of a run, by the merges' numbers. `folders`: the run's folder, and
     the folders of sites that were launched separately; they are needed because a site's log lacks the merges that others made while it
-    was away. Raises RecordError if the merges cannot be repeated or if there are none, and FileNotFoundError for a folder without a
+    was away. Raises RecordError if the merges cannot be repeated or if there are none, and FileNotFoundError if the first folder has no
     checkpoint."""
     logs = [place for folder in folders for place in _sites_in(folder) if place.is_dir()]
     events = [event for place in logs for event in read(place)]

@@ -28,7 +28,8 @@ def merge_event(
     names: Sequence[str] = (),
 ) -> Merge:
     """Return the event of a merge. `names`: the names of all sites. `others`: the sites to which this site sent its weight differences.
-    `deal`: the deal after the merge. `spread`: the squared norm of the mean difference, and the mean squared distance to it."""
+    `deal`: how samples are divided after the merge. `spread`: the squared norm of the mean difference, and the mean squared
+    distance to it."""
     mine = sum(one.site == site for one in taken)
     telling = verdict_bytes(len(verdict.steps))
     norm, apart = (value**0.5 for value in spread)

@@ -57,7 +57,7 @@ class OuterState:
         return self._inner.master(name)
 
     def put(self, name: str, values: Tensor) -> None:
-        """Continue training with these weights."""
+        """Set this rank's share of the site's own weights, with which training continues, to `values`."""
         self._inner.put_master(name, values)
 
     def fly(self, number: int, step: int) -> Tensor | None:

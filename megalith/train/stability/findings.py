@@ -47,7 +47,7 @@ class RecomputedWindow:
 
 @dataclass(frozen=True)
 class OutputGrowth:
-    """The first part of the model whose largest output is larger with the damaged weights than with those of the restored copy."""
+    """The first part of the model whose largest output is much larger with the damaged weights than with those of the restored copy."""
 
     part: str
     was: float
@@ -75,7 +75,8 @@ class Findings:
     first: str = ""
     """The numbers of the step's first computation, as text."""
     sound: bool | None = None
-    """True if the batch of the previous step, computed again, has the same loss as in that step; None if it was not computed again."""
+    """True if the numbers of the previous step's batch, computed again, rose by less than half as much as in the spike; None if it was not
+    computed again."""
     batch_before: str = ""
     """Text with the loss of the previous step's batch in that step, and its loss now."""
     jump: LearningRateJump | None = None
@@ -96,7 +97,7 @@ class Findings:
 
     @property
     def accident(self) -> bool:
-        """True if the recomputed step gave different numbers."""
+        """True if the recomputed step gave different numbers, and this was not reported to the fleet."""
         return self.repeated is False and not self.reported
 
     @property

@@ -1,8 +1,8 @@
 """Finds the cause of a spike, in which a run's numbers leave their bands, and restores a good state, on all ranks together. Without a
 spike, the healer only records one entry for each step. In the first step of a spike, it makes two recomputations: the loss of the previous
 batch, which distinguishes damaged weights from bad samples, and the step itself, which reveals a computing error. A rewind restores the
-state from a copy in memory, so no rank restarts; then the steps since that copy are recomputed, to compare their numbers. If the run is
-killed at any point, it restarts from the remaining copies and makes the same decisions.
+state from a copy in memory or from a checkpoint, and no rank restarts. The steps since a copy in memory are recomputed, to compare their
+numbers. If the run is killed at any point, it restarts from the remaining copies and makes the same decisions.
 """
 
 import math
@@ -163,7 +163,8 @@ class Healer:
         return replace(found, samples=named, typical=median(losses.values()))
 
     def _in_order(self) -> bool:
-        """True if this rank computes the microbatches of the last stage in order. Ranks of bidirectional pipelines do not."""
+        """True if this rank computes the microbatches of the last stage in order. Ranks of
+        bidirectional pipelines compute them in another order."""
         program = self.trainer.executor.program
         slots = (action for slot in program.rows[self.trainer.groups.coordinates["pipeline"]] for action in parts(slot))
         order = [action.microbatch for action in slots if action.kind == "F" and action.stage == program.stages - 1]
@@ -207,7 +208,7 @@ class Healer:
         """In step `step`, restore the copy `target`; return the events to log, and the findings. `late`: microbatches of a step are in
         progress, so nothing can be recomputed.
 
-        If the copy is damaged, report this and raise Reported."""
+        If a copy in memory is damaged, report this and raise Reported."""
         state, spec = self.trainer.state, self.trainer.spec.stability
         began, updates, before, drawn = time.perf_counter(), state.updates, state.history, torch.get_rng_state()
         self._beat("rewinding", step)
@@ -238,8 +239,8 @@ class Healer:
         return [rewound, *self._hold(findings.jump, step)], findings
 
     def _hold(self, jump: LearningRateJump | None, step: int) -> list[Event]:
-        """If the run may lower the learning rate, limit it to its value before the jump, because the higher rate would cause the same spike
-        again."""
+        """If the learning rate jumped up and the run may lower it, limit it to its value before the jump, because the higher rate would
+        cause the same spike again."""
         state, spec = self.trainer.state, self.trainer.spec.stability
         if jump is None or jump.after < jump.before or "lower" not in spec.answers:
             return []

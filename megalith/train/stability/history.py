@@ -1,4 +1,4 @@
-"""A run's history of its watched numbers: the last values inside their bands, the current spike, and responses to earlier spikes. The
+"""A run's history of its watched numbers: their values in the last updates, the current spike, and responses to earlier spikes. The
 history is equal on every rank and, like the run's position, part of copies and checkpoints, so all ranks make the same decisions, even
 after the run was killed. A band is computed from the median of the newest numbers' logarithms, and from their median change from one number
 to the next. Neither a falling loss nor a few outliers widen such a band. (OLMo-core uses the mean and standard deviation of a window; a
@@ -26,11 +26,11 @@ norms of a few times the usual are common in the first hundred updates, and clip
 JUDGED_FROM = 32  # numbers that make a band; a shorter window needs half of its own
 LEVEL = 16  # the newest numbers, whose median is a band's base
 GROSS = 2.0
-"""Times the distance from the median to the end of a band, in logarithms: a number so far out is a spike by itself. If the tail of the
-noise is exponential, that is as rare as two steps in a row at the end of the band."""
+"""A number at this many times the distance from the median to the end of its band, in logarithms, is a spike by itself. If the tail of
+the noise is exponential, such a number is as rare as two steps in a row at the end of the band."""
 AFTER = 0.5
-"""Part of that distance: a band's end in the step after one outside. A rate that was too high for ten steps raised the loss for all of
-them, but not above the whole band twice in a row."""
+"""In the step after one outside a band, the band ends at this part of its usual distance from the median. A learning rate that was too
+high for ten steps raised the loss in all of them, but not above the whole band twice in a row."""
 CALM = 8  # steps inside all bands that end a spike
 TINY = 1e-300  # for the logarithm of a number that is 0
 RECENT = 8  # steps before a spike in which a change of the learning rate may be its cause
@@ -91,7 +91,7 @@ class History:
     began: int = -1
     """The first step of the current spike, or the newest step if it is suspected; -1: neither."""
     outside: int = 0
-    """The number of steps of the current spike with a number outside its band; 0: the newest step is only suspected."""
+    """The number of steps of the current spike with a number outside its band; 0: no spike, or only a suspected step."""
     calm: int = 0
     """The number of consecutive steps inside all bands since the last step outside a band."""
     rewinds: tuple[tuple[int, int], ...] = ()
@@ -99,7 +99,7 @@ class History:
     left_out: int = 0
     """Number of updates skipped or undone because of spikes."""
     lowered: int = -1
-    """The first update with a lowered learning rate; -1: the rate was never lowered."""
+    """The first update whose learning rate is no longer lowered; -1: the rate was never lowered."""
     lowerings: int = 0
     most_lr: float = 0.0
     """The maximum learning rate of updates before update `held`: the rate before the jump that caused a rewind."""
@@ -165,8 +165,8 @@ class History:
         return self if text == self.text else replace(self, losses=(), norms=(), text=text)
 
     def jump(self, step: int, lr: float) -> LearningRateJump | None:
-        """Return the largest change of the learning rate shortly before the current spike or in it; None if there was none. `step`, `lr`:
-        the current step and its learning rate."""
+        """Return the largest change of the learning rate shortly before the current spike or in it; None if it was below a
+        factor of JUMP. `step`, `lr`: the current step and its learning rate."""
         began = self.began if self.began >= 0 else step
         changes = pairwise((*self.rates, (step, lr)))
         found = [
@@ -178,7 +178,7 @@ class History:
         return largest if largest and abs(largest.size) >= math.log(JUMP) else None
 
     def before(self, step: int) -> "PastUpdate | None":
-        """Return the newest update before the current spike, or before `step` if there is none; None: it is not known."""
+        """Return the newest update before the current spike, or before `step` if there is no spike; None: it is not known."""
         began = self.began if self.began >= 0 else step
         known = zip(reversed(self.rates), reversed(self.losses), reversed(self.norms), strict=False)
         return next((PastUpdate(at, loss, norm) for (at, _), loss, norm in known if at < began), None)
@@ -192,7 +192,7 @@ class History:
         return replace(self, losses=(*self.losses, loss)[-spec.window :], norms=(*self.norms, norm)[-spec.window :])
 
     def suspected(self, step: int) -> "History":
-        """Return the history with a step outside a band recorded that is no spike by itself."""
+        """Return the history after a suspected step: a step outside a band that is no spike by itself."""
         return replace(self, began=step)
 
     def strayed(self, step: int) -> "History":

@@ -2,8 +2,8 @@
 changes.
 
 Gradients are multiplied by the scale, a power of two, before they become fp16, whose smallest positive number is 6e-8, and are divided by
-the scale once they are summed in fp32. Both operations are exact. The scale is doubled after several good updates in a row, and is halved
-when gradients overflow.
+the scale once they are summed in fp32. The product and the quotient are exact. The scale is doubled after several good updates in a row,
+and is halved when gradients overflow.
 """
 
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class Scale(NamedTuple):
 
     def overflowed(self, spec: LossScaleSpec) -> "Scale | None":
         """Return the scale after gradients overflowed. The first `hysteresis` - 1 overflows since the scale last grew do not change it;
-        each further overflow halves it, as in Megatron-LM's DynamicGradScaler. Return None if the scale is at its minimum already."""
+        each further overflow halves it, as in Megatron-LM's DynamicGradScaler. Return None if it must be halved but is at its minimum."""
         spent, floor = min(self.spent + 1, spec.hysteresis), exponent_of(spec.floor)
         if spent < spec.hysteresis:
             return Scale(self.exponent, spent=spent, overflows=self.overflows + 1)

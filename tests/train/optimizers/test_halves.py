@@ -258,8 +258,12 @@ def test_a_checkpoint_moves_between_forms_under_any_plan(tmp_path: Path) -> None
         elif number:
             assert all(torch.equal(loaded[key], before[key]) for key in before)
     assert [len(each) for each in told] == [0, 1, 1, 1, 0, 1]
-    assert told[1] == ["optimizer.master was fp32 when step 1 was saved and is now split16: the values of the master weights do not change"]
-    assert told[3] == ["optimizer.master was fp32 when step 3 was saved and is now split8: the master weights are rounded to 24 bits"]
+    assert told[1] == [
+        "optimizer.master was fp32 when step 1 was saved and is now split16: the values of the master weights do not change"
+    ]
+    assert told[3] == [
+        "optimizer.master was fp32 when step 3 was saved and is now split8: the master weights are rounded to 24 bits"
+    ]
 
 
 @pytest.fixture(scope="module")
