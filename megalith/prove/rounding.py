@@ -53,7 +53,11 @@ def compare(exact: Recording, alone: Recording, found: Recording, *, spec: RunSp
         ),
         ("gradients' length, |factor - 1| beyond chance", [*_scales(exact, alone, found, alike)], limits.scale),
         ("maxima that scales follow, |log2| of the ratio", _maxima(alone, found), limits.maxima),
-        ("weight of a microbatch, |difference| from 1", _microbatches(alone, found) if alike else [], limits.microbatch),
+        (
+            "weight of a microbatch, |difference| from 1 beyond chance",
+            _microbatches(alone, found) if alike else [],
+            limits.microbatch,
+        ),
         ("gradient norm, relative", [(abs(found.norms[s] / alone.norms[s] - 1), f"step {s + 1}") for s in alike], limits.norm),
     ]
     if len(alike) == len(steps):
@@ -119,10 +123,14 @@ def _longer(ours: Tensor, theirs: Tensor) -> float:
     apart, middle = ours - theirs, (ours + theirs) / 2
     size = middle.square().sum()
     factor = (apart * middle).sum() / size
-    left = (apart - factor * middle) * middle  # what the factor does not explain
+    errors = _variances((apart - factor * middle) * middle)  # of what the factor does not explain
+    return float(factor.abs() - CHANCE * max(errors) ** 0.5 / size) if any(errors) else 0.0
+
+
+def _variances(left: Tensor) -> list[float]:
+    """Return the variance of the sum of a tensor's elements, if chance drew elements, rows or columns (0 if there is only one)."""
     sums = [left] if left.dim() < 2 else [left, left.sum(-1), left.sum(-2)]
-    errors = [each.norm() * (each.numel() / (each.numel() - 1)) ** 0.5 for each in sums if each.numel() > 1]
-    return float(factor.abs() - CHANCE * torch.stack(errors).max() / size) if errors else 0.0
+    return [float(each.square().sum()) * each.numel() / (each.numel() - 1) if each.numel() > 1 else 0.0 for each in sums]
 
 
 def _maxima(alone: Recording, found: Recording) -> list[Gap]:
@@ -133,14 +141,29 @@ def _maxima(alone: Recording, found: Recording) -> list[Gap]:
 
 
 def _microbatches(alone: Recording, found: Recording) -> list[Gap]:
-    """Return |weight - 1| of each microbatch. One process computes the gradient of each microbatch separately. The weights are
-    those with which the sum of these gradients is closest to the run's first gradient."""
+    """Return |weight - 1| of each microbatch, less CHANCE standard errors as in `_longer`. One process computes the gradient of each
+    microbatch separately. The weights are those with which the sum of these gradients is closest to the run's first gradient."""
     parts = alone.microbatches
     apart = {name: found.gradients[0][name] - whole for name, whole in alone.gradients[0].items()}
     products = torch.tensor([[_dot(one, other) for other in parts] for one in parts], dtype=torch.float64)
     projections = torch.tensor([_dot(one, apart) for one in parts], dtype=torch.float64)
-    weights = torch.linalg.pinv(products, hermitian=True) @ projections  # least squares; a NaN found stays one
-    return [(abs(float(weight)), f"microbatch {number}") for number, weight in enumerate(weights)]
+    inverse = torch.linalg.pinv(products, hermitian=True)
+    weights = inverse @ projections  # least squares; a NaN found stays one
+    left = {name: gap.double() - _mixed(weights, parts, name) for name, gap in apart.items()}  # what the weights do not explain
+    gaps = list[Gap]()
+    for number, (weight, row) in enumerate(zip(weights, inverse, strict=True)):
+        errors = [_variances(rest * _mixed(row, parts, name)) for name, rest in left.items()]
+        by_kind = [sum(each[min(kind, len(each) - 1)] for each in errors) for kind in range(3)]
+        beyond = abs(float(weight)) - CHANCE * max(by_kind) ** 0.5
+        gaps.append((0.0 if beyond < 0 else beyond, f"microbatch {number}"))
+    return gaps
+
+
+def _mixed(weights: Tensor, parts: Sequence[dict[str, Tensor]], name: str) -> Tensor:
+    """Return the sum of a tensor over `parts`, multiplied by their weights."""
+    return sum(
+        (weight * part[name].double() for weight, part in zip(weights, parts, strict=True)), torch.zeros((), dtype=torch.float64)
+    )
 
 
 def _dot(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:

@@ -75,7 +75,7 @@ NAMES = {
         (recording(rounded(1) * 7 / 8), "distance scale microbatch norm"),
         (recording(rounded(1) + 0.2), "distance"),
         (recording(rounded(1) * torch.where(EXPERT, 1.02, 1.0)), "scale"),
-        (recording(rounded(1) + 0.01 * PARTS[0] - 0.01 * PARTS[1]), "microbatch"),
+        (recording(rounded(1) + 0.02 * PARTS[0] - 0.02 * PARTS[1]), "microbatch"),
         (recording(rounded(1), norm=1.02), "norm"),
         (recording(rounded(1), load=9.0), "router"),
         (recording(rounded(1), moved=0.5), "weights"),
