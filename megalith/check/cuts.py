@@ -66,10 +66,17 @@ def _mlp(block: BlockSpec, tensor: int) -> Cuts:
         yield ("mlp.shared.gate", "mlp.shared.up", "mlp.shared.down"), block.mlp.shared, block.mlp.shared // tensor
 
 
-def tiles_across_ranks(case: Case, tile: int, layer_of: Callable[[int, BlockSpec, Cut], str | None], *, channels: str) -> Found:
+def tiles_across_ranks(
+    case: Case,
+    tile: int,
+    layer_of: Callable[[int, BlockSpec, Cut], str | None],
+    *,
+    channels: str,
+    other_way: str = 'precision.wide = ["*.{}"]',
+) -> Found:
     """Yield an error for each kind of cut that leaves a rank a number of channels that is not a multiple of `tile` (0: no tiles).
     `layer_of` returns a layer of the numbered block whose tiles the cut may cross. `channels`: description of the channels, with {} for
-    the layer."""
+    the layer; `other_way`: the end of the way out, with the same {}."""
     seen = set[Cut]()
     for number, block in enumerate(case.model.blocks if case.model and tile else ()):
         for cut in cuts_of(block, case):
@@ -84,5 +91,5 @@ def tiles_across_ranks(case: Case, tile: int, layer_of: Callable[[int, BlockSpec
             )
             fits = max((n for n in range(2, ranks) if cut.channels % (n * tile) == 0), default=1)
             tiles = f"precision.tile = {common}" if common > 1 else "other sizes"
-            way_out = f'Use {cut.axis} = {fits}, {tiles}, or precision.wide = ["*.{layer}"].'
+            way_out = f"Use {cut.axis} = {fits}, {tiles}, or {other_way.format(layer)}."
             yield error(f"plan.{cut.axis}", ranks, reason, way_out)

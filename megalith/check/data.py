@@ -118,7 +118,7 @@ def validation_has_text(case: Case) -> Found:
     """Validation needs held-out tokens."""
     every, held = case.spec.validation.every, _tokens(case, "validation")
     if every and held is not None and held < case.spec.train.seq_len:
-        reason = f"the data holds out {held} tokens, fewer than one sequence of {case.spec.train.seq_len} needs"
+        reason = f"the run's domains hold out {held} tokens, fewer than one sequence of {case.spec.train.seq_len} needs"
         yield error("validation.every", every, reason, "Prepare the data with a larger held-out share, or use every = 0.")
 
 
@@ -129,7 +129,10 @@ def data_is_not_worn_out(case: Case) -> Found:
     available = sum(read.values())
     if case.manifest is not None and available == 0:
         yield error(
-            "data.path", case.spec.data.path, "holds no training tokens", "Prepare the data again, from sources with text."
+            "data.path",
+            case.spec.data.path,
+            "holds no training tokens in the domains that the run reads",
+            "Prepare the data again, from sources with text.",
         )
     elif available and (wanted := phases.tokens(phases.after(0, train.steps))) > 4 * available:
         reason = f"reads {wanted:,} tokens, {wanted / available:.1f} times the data's {available:,}; after 4 passes little more is learnt"

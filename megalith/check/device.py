@@ -23,7 +23,7 @@ def tensor_stays_on_fast_links(case: Case) -> Found:
     if case.plan.tensor > device.scale_up_domain:
         slower = case.cluster.scale_out
         rates = (
-            f"; between such domains the rate falls from {device.scale_up / 1e9:g} to {slower / 1e9:g} GB/s a device"
+            f"; between such groups the rate falls from {device.scale_up / 1e9:g} to {slower / 1e9:g} GB/s a device"
             if device.scale_up and slower
             else ""
         )
@@ -40,11 +40,11 @@ def experts_stay_on_fast_links(case: Case) -> Found:
     device, plan = case.cluster.accelerator, case.plan
     line = plan.expert * plan.expert_tensor
     if line > device.scale_up_domain and plan.expert > 1:
-        ranks = f"{line} neighbouring ranks" if plan.expert_tensor > 1 else "these ranks"
+        ranks = f"{line} neighbouring ranks" if plan.expert_tensor > 1 else f"{line} ranks"
         reason = f"sends tokens between {ranks}, more than the {device.scale_up_domain} {device.name} that fast links join"
         most = max(1, device.scale_up_domain // plan.expert_tensor)
         way_out = (
-            f"Use expert <= {most} if one rank has memory for the experts; else use a schedule that hides the messages, such "
+            f"Use expert <= {most} if each rank has memory for more experts; else use a schedule that hides the messages, such "
             "as dualpipe or dualpipev."
         )
         yield advice("plan.expert", plan.expert, reason, way_out)

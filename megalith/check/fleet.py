@@ -33,7 +33,7 @@ def verification_has_a_replica(case: Case) -> Found:
             f"each rank only recomputes its own gradients"
         )
         once = "" if fleet.verify == "all" else ', and with fleet.verify = "one" these are not gradients that training uses'
-        way_out = 'Use more data ranks, or fleet.verify = "all" to detect one-off errors, or verify_every = 0.'
+        way_out = 'Use more data ranks, or verify_every = 0. fleet.verify = "all" detects one-off errors even so.'
         yield advice("fleet.verify_every", fleet.verify_every, reason + once, way_out)
 
 

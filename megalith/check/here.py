@@ -135,7 +135,7 @@ def processors_run_the_ranks(here: Here) -> Found:
             "plan.data",
             here.case.plan.data,
             reason,
-            f"The run works, but slowly. A plan of at most {processors} ranks is faster on this machine.",
+            f"The run works, but slowly. On this machine, use a plan of at most {processors} ranks.",
         )
 
 

@@ -50,12 +50,13 @@ def state_fits(case: Case) -> Found:
             f"keeps at least {format_bytes(held)} of weights, gradients and moments a rank, but {name} has {format_bytes(memory)}"
         )
         way_out = cheapest(case.spec, lambda changed: rank_bytes(replace(case, spec=changed)) <= ROOM * memory)
-        other = "Or raise" if way_out else "No change with the same number of ranks is enough. Raise"
+        axes = "plan.tensor, plan.pipeline or plan.data" if case.plan.zero else "plan.tensor or plan.pipeline"
+        other = "Or raise" if way_out else "No combination of ZeRO, recomputation, fewer bits and offloading is enough. Raise"
         yield error(
             "plan.zero",
             case.plan.zero,
             reason,
-            f"{way_out}{other} plan.tensor, plan.pipeline or plan.data, or use a smaller model.",
+            f"{way_out}{other} {axes}, or use a smaller model.",
         )
 
 
@@ -64,11 +65,9 @@ def optimizer_is_sharded(case: Case) -> Found:
     al. 2019)."""
     plan = case.plan
     if plan.zero == 0 and plan.data > 1 and case.model is not None:
-        numbers = case.parameters.total // (plan.tensor * plan.pipeline)
-        slots = slots_of(case.spec.optimizer)
-        whole, cut = (bytes_of(slots, numbers, zero=zero, shards=plan.data)["optimizer"] for zero in (0, 1))
-        reason = f"keeps {format_bytes(int(whole))} of optimizer moments on each of {plan.data} data ranks"
-        way_out = f"With plan.zero = 1 each of them keeps {format_bytes(int(cut))}, and ranks exchange no more bytes than now."
+        whole, cut = (state_bytes(case, plan.model_copy(update={"zero": zero})) for zero in (0, 1))
+        reason = f"keeps {format_bytes(whole)} of weights, gradients and moments of the blocks on each of {plan.data} data ranks"
+        way_out = f"With plan.zero = 1 each of them keeps {format_bytes(cut)}, and ranks exchange no more bytes than now."
         yield advice("plan.zero", 0, reason, way_out)
 
 
@@ -82,10 +81,7 @@ def state_elsewhere_can_be_had(case: Case) -> Found:
     kind = next((kind for kind in kinds(spec.optimizer) if OPTIMIZERS[kind].unit != "element"), None)
     gpu = spec.train.device == "cuda" or (case.cluster is not None and not case.cluster.accelerator.is_processor)
     if gpu and kind is not None:
-        reason = (
-            f"updates each GPU's state on its own, but {kind} needs each whole {OPTIMIZERS[kind].unit}, and other GPUs have parts of "
-            f"each {OPTIMIZERS[kind].unit}"
-        )
+        reason = f"updates the state of each GPU in pieces, but {kind} needs each whole {OPTIMIZERS[kind].unit}"
         way_out = 'Use "device", or optimizer.kind = "adamw", "sgd" or "lion", which update each element on its own.'
         yield error("plan.state.optimizer", state.optimizer, reason, way_out)
 
@@ -128,7 +124,7 @@ def released_gradients_can_be_taken_back(case: Case) -> Found:
     if state.optimizer != "disk" or state.share < 1:
         taken, saved = bytes_each(lasting), bytes_each([gradient(spec.train.gradients)])
         reason = (
-            "updates before the gradient norm is known, so a run must be able to undo an update. Without the state on disk, "
+            "updates before the gradient norm is known, so a run must be able to undo an update. Unless all state is on disk, "
             f"undoing an update takes copies of {taken:g} bytes a parameter, but release saves only {saved:g}"
         )
         yield error(key, True, reason, 'Use plan.state.optimizer = "disk" with share = 1.')
@@ -157,7 +153,7 @@ def released_gradients_are_updated_by_parts(case: Case) -> Found:
     for other, value in (
         ("optimizer.adaptive_clip", spec.optimizer.adaptive_clip),
         ("optimizer.qk_clip", spec.optimizer.qk_clip),
-        ("fleet.verify_every", spec.fleet.verify_every),
+        ("fleet.verify_every", spec.fleet.recover and spec.fleet.verify_every),
         ("precision.watch_every", is_narrow(spec.train.precision) and spec.precision.watch_every),
         ("plan.post_validation", case.plan.post_validation),
     ):
@@ -198,11 +194,11 @@ def disk_takes_the_state(case: Case) -> Found:
     saved = 0 if not case.spec.checkpoint.every else 1 if state.folder else 1 + kept(case.spec)
     if (least := PAIR * slot + building) > free:
         besides = " and the master weights while the model is built" if building else ""
-        reason = f"needs at least {format_bytes(least)} for two files of each rank's state{besides}, {has}"
+        reason = f"needs at least {format_bytes(least)} a rank for two files of its state{besides}, {has}"
         yield error("plan.state.folder", state.folder, reason, way_out)
     elif (PAIR + saved) * slot > free:
         reason = (
-            f"needs at least {format_bytes((PAIR + saved) * slot)} for state files, including files that checkpoints keep, {has}"
+            f"needs at least {format_bytes((PAIR + saved) * slot)} a rank for state files, including those of checkpoints, {has}"
         )
         yield advice(
             "plan.state.folder", state.folder, reason, f"{way_out} Without room a save fails, or training waits for room."

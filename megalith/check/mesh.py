@@ -88,7 +88,8 @@ def context_divides_the_sequence(case: Case) -> Found:
         heads, split = block.attention.heads if block.attention else 0, plan.tensor * plan.ulysses
         if plan.ulysses > 1 and heads % split:
             reason = f"with tensor = {plan.tensor} does not divide heads = {heads} ({name}.attention)"
-            yield error("plan.ulysses", plan.ulysses, reason, "Use a smaller ulysses; the other context ranks then form a ring.")
+            way_out = "Use a smaller ulysses: plan.context_method then applies between groups of that many ranks."
+            yield error("plan.ulysses", plan.ulysses, reason, way_out)
     length = case.spec.train.seq_len
     unit = 2 * plan.context * (plan.tensor if plan.sequence else 1)
     if length % unit:
@@ -140,7 +141,7 @@ def batch_divides(case: Case) -> Found:
         smaller = max((m for m in range(1, plan.microbatch) if batch % (count * plan.data * m) == 0), default=None)
         if sites and sites.each:
             factors, smaller = (
-                f"{count} shares of the sites x {unit_of(case.spec)} samples, which suit the plans of all sites",
+                f"{count} shares of the sites x {unit_of(case.spec)} samples (which all sites' data ranks can divide)",
                 None,
             )
         reason = f"is not a multiple of {factors} = {unit}"

@@ -80,7 +80,7 @@ def halves_can_be_had(case: Case) -> Found:
         return
     compute = PRECISIONS[spec.train.precision].compute.name
     if compute != "bf16":
-        reason = f"splits fp32 weights into bf16 and the remaining bits, but the compute weights are in {compute}"
+        reason = f"needs compute weights in bf16, the upper half of an fp32 weight, but the compute weights are in {compute}"
         yield error(
             "optimizer.master", spec.optimizer.master, reason, 'Use optimizer.master = "fp32", or train.precision = "bf16".'
         )

@@ -55,9 +55,8 @@ def maxima_can_be_shared(case: Case) -> Found:
     if plan.expert_tensor > 1 and (cut := _narrow_experts(case)):
         share = "tensor" if whole else choices.granularity
         reason = f"cuts {cut}, whose weights have a scale for each {share}, but ranks that split an expert cannot share a scale"
-        yield error(
-            "plan.expert_tensor", plan.expert_tensor, reason, f"Use expert_tensor = 1, {_other(precision)}, or {_NO_EXPERTS}."
-        )
+        other = _other(precision) if whole else 'granularity = "tile"'
+        yield error("plan.expert_tensor", plan.expert_tensor, reason, f"Use expert_tensor = 1, {other}, or {_NO_EXPERTS}.")
 
 
 _NO_EXPERTS = 'precision.wide = ["*.experts"]'
@@ -376,7 +375,7 @@ def codes_can_be_multiplied(case: Case) -> Found:
             'does not work with precision.multiply = "codes" if scales depend on numbers of other ranks or steps, which a '
             "compiler cannot see"
         )
-        yield error("plan.compile", True, reason, 'Use compile = false, or precision.granularity = "tile".')
+        yield error("plan.compile", True, reason, 'Use compile = false, or precision.granularity = "tile" with history = 0.')
 
 
 def _follows_others(case: Case) -> bool:

@@ -76,7 +76,7 @@ def clipping_makes_sense(case: Case) -> Found:
             reason = f"does not know which weights of your attention {own} make queries and keys"
             yield error("optimizer.qk_clip", optimizer.qk_clip, reason, "Use qk_clip = 0, or Megalith's attention.")
         elif normed:
-            reason = f"scales queries and keys, but in {normed} of {layers} layers a norm after them already bounds the logits"
+            reason = f"scales queries and keys, but in {normed} of {layers} kinds of blocks a norm after them bounds the logits"
             yield error("optimizer.qk_clip", optimizer.qk_clip, reason, "Use qk_clip = 0, or a model without qk_norm.")
 
 
@@ -87,7 +87,8 @@ def rates_scale(case: Case) -> Found:
         for name in ("base_dim", "base_layers", "base_head_dim"):
             if getattr(model, name) is not None:
                 reason = 'changes nothing while model.parametrization = "standard"'
-                yield advice(f"model.{name}", getattr(model, name), reason, 'Set parametrization = "mup" or "completep".')
+                way_out = 'Remove this key, or set parametrization = "completep" (for base_dim and base_head_dim also "mup").'
+                yield advice(f"model.{name}", getattr(model, name), reason, way_out)
         return
     for name, asks in (("base_dim", ("mup", "completep")), ("base_layers", ("completep",))):
         if getattr(model, name) is None and model.parametrization in asks:

@@ -17,7 +17,7 @@ from megalith.spec.optimizers import admit as admit_optimizer
 from megalith.spec.problem import Problem, SpecErrors
 from megalith.spec.run import RunSpec
 
-WAY_OUT = "Megalith looks for a part in Python's module search path and in the current directory."
+WAY_OUT = "Correct the name or the part. Megalith imports parts from Python's module search path and the current directory."
 
 
 def admit(spec: RunSpec, provenance: Mapping[str, str]) -> tuple[list[Problem], dict[str, str]]:

@@ -86,6 +86,9 @@ def check_resume(
             "Restore the value, move that checkpoint away, or start another run with --run-dir (train.init_from takes the "
             "checkpoint's weights)."
         )
+        if asked.branch is not None and asked.branch.checkpoint == checkpoint:
+            reason = f"the branch begins from {checkpoint}, which was saved by a run with {{}}"
+            way_out = "Restore the value, or use train.init_from, which takes only the checkpoint's weights, instead of a branch."
         another = way_out
     found = [
         error(name, now.get(name), reason.format(literal(before.get(name))), another if name == "optimizer.kind" else way_out)
@@ -183,7 +186,7 @@ def check_branch(meta: Mapping[str, Any], asked: RunSpec) -> list[Problem]:
         saved = RunSpec.model_validate(meta["spec"])
     except (KeyError, ValidationError):
         reason = "has no description of its run that this version can read"
-        return [error("branch.checkpoint", branch.checkpoint, reason, "Give another.")]
+        return [error("branch.checkpoint", branch.checkpoint, reason, "Give another checkpoint.")]
     state = ("kind", "groups", "adaptive_clip")  # their values are part of the state
     own = {f"optimizer.{name}" for name in type(asked.optimizer).model_fields if name not in state}
     may = {

@@ -80,7 +80,7 @@ def parts_have_one_action(case: Case) -> Found:
     plan, parts, key = case.plan, case.plan.retain.parts, "plan.retain.parts"
     others = {part: action for part, action in parts.items() if action != "recompute"}
     if parts and plan.recompute not in ("none", "selective") and not plan.recompute.startswith("every:"):
-        reason = f"sets actions for parts of blocks, but with plan.recompute = {plan.recompute!r} a block keeps only its input"
+        reason = f"sets actions for parts of blocks, but with plan.recompute = {plan.recompute!r} blocks keep only inputs"
         yield error(key, parts, reason, 'Use plan.recompute = "none" or "every:N", or leave the parts out.')
     if plan.recompute == "selective" and (twice := sorted(others.keys() & set(plan.recompute_parts))):
         reason = f'sets {others[twice[0]]} for "{twice[0]}", but plan.recompute_parts recomputes it'
@@ -141,7 +141,10 @@ def compressed_tiles_lie_inside_shards(case: Case) -> Found:
         return next((each for each, name in names if compresses(actions, name)), None)
 
     if actions:
-        yield from tiles_across_ranks(case, kept_tile(case.spec.precision), layer_of, channels="that {} keeps in 8 bits")
+        other_way = 'plan.retain.parts without "compress" for what {} keeps'
+        yield from tiles_across_ranks(
+            case, kept_tile(case.spec.precision), layer_of, channels="that {} keeps in 8 bits", other_way=other_way
+        )
 
 
 def kept_tensors_can_leave(case: Case) -> Found:

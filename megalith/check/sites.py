@@ -208,8 +208,8 @@ def addresses_are_each_sites(case: Case) -> Found:
     for address in sites.addresses:
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal():
-            reason = f"has {address} without a port, but a site's first machine listens at a port"
-            yield error("sites.addresses", list(sites.addresses), reason, f'Write "{host or address}:29400".')
+            reason = f"has {address}, but each address must be HOST:PORT: a site's first machine listens at a port"
+            yield error("sites.addresses", list(sites.addresses), reason, 'Write HOST:PORT, such as "oslo.example.org:29400".')
 
 
 def sites_are_numbered(case: Case) -> Found:

@@ -85,7 +85,7 @@ def _compiles(setting: str) -> Found:
             f"does not work with {setting} on torch {installed}, which computes wrong gradients in blocks compiled with this "
             "setting"
         )
-        yield error("plan.compile", True, reason, f"Use torch {'.'.join(map(str, COMPILES))}, or compile = false.")
+        yield error("plan.compile", True, reason, f"Use torch {'.'.join(map(str, COMPILES))} or newer, or compile = false.")
 
 
 def sinks_are_there(case: Case) -> Found:

@@ -21,14 +21,18 @@ def rewinds_have_copies(case: Case) -> Found:
     spec = case.spec
     if "rewind" not in spec.stability.answers:
         return
-    in_memory = spec.fleet.recover and spec.fleet.memory_every > 0
+    on_disk = case.plan.state.optimizer == "disk"  # such a run makes no copies in memory
+    in_memory = spec.fleet.recover and spec.fleet.memory_every > 0 and not on_disk
+    copies = "" if on_disk else "Use fleet.recover = true and fleet.memory_every = 1"
     if not in_memory and not spec.checkpoint.every:
         reason = "includes rewinds, but the run has nothing to rewind to: no copies in memory, and no checkpoint before the end"
-        way_out = "Use fleet.recover = true and fleet.memory_every = 1, or set checkpoint.every."
+        way_out = f"{copies}, or set checkpoint.every." if copies else "Set checkpoint.every."
         yield error("stability.answers", list(spec.stability.answers), reason, way_out)
     elif not in_memory:
         reason = f"includes rewinds, but the run can only rewind to checkpoints, one every {spec.checkpoint.every} steps"
         way_out = (
-            "Use fleet.recover = true and fleet.memory_every = 1: copies in memory are at most stability.keep_every steps old."
+            f"{copies}: copies in memory are made every stability.keep_every steps."
+            if copies
+            else "Save more often, or keep the optimizer's state on the device or the host: state on disk has no copies in memory."
         )
         yield advice("stability.answers", list(spec.stability.answers), reason, way_out)

@@ -11,7 +11,7 @@ def warmup_and_decay_fit(case: Case) -> Found:
         steps = branch.steps
     warmup = optimizer.warmup_updates(steps)
     if warmup > steps:
-        reason = f"is longer than the run's train.steps = {steps}, so the run would never reach optimizer.lr"
+        reason = f"is longer than the learning rate's schedule of {steps} steps, so the run would never reach optimizer.lr"
         yield error("optimizer.warmup", optimizer.warmup, reason, f'Use warmup <= {steps}, or a share of the steps such as "2%".')
     elif optimizer.schedule in ("wsd", "1-sqrt") and warmup + round(decay_updates(optimizer, steps)) > steps:
         reason = f"of a run of {steps} steps overlaps the {warmup} steps of warm-up"

@@ -68,7 +68,7 @@ def branch_fits(case: Case) -> Found:
         meta = checkpoints.read_manifest(Path(branch.checkpoint)).meta
     except (OSError, checkpoints.DamagedCheckpointError) as fault:
         reason = f"is not a usable checkpoint: {str(fault).rstrip('.')}"
-        yield error("branch.checkpoint", branch.checkpoint, reason, "Give another.")
+        yield error("branch.checkpoint", branch.checkpoint, reason, "Give another checkpoint.")
         return
     yield from check_branch(meta, case.spec)
 
@@ -100,7 +100,7 @@ def _tokenizer(case: Case, start: Path, path: Path, meta: Mapping[str, Any]) -> 
             f"was trained with another tokenizer ({theirs[:12]}, {where}) than the data in {case.spec.data.path} was made with "
             f"({ours.fingerprint[:12]}): the same ids mean other text"
         )
-        made = f"--tokenizer {file.parent}" if file else "its tokenizer"
+        made = f"--tokenizer {file.parent}" if file else "the checkpoint's tokenizer"
         way_out = f"Prepare the data with {made}{_named_so(('tokenizer',), case.spec.train.init_from_changes)}."
         yield error(KEY, str(start), reason, way_out)
 

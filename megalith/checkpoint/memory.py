@@ -186,7 +186,7 @@ class Memory:
         dist.all_reduce(size, group=group)
         if int(size):
             self.kept = None
-            raise failed or OSError("another node has no room for the copies of its buddies")
+            raise failed or OSError("another node cannot create the file for the copies that it keeps for another rank")
 
     @property
     def buddy(self) -> int:

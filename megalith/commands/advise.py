@@ -172,5 +172,5 @@ def _show(found: AdviceResult) -> None:
     console.print(tables.table(found.advice))
     console.print(found.advice.words)
     if found.noise_scale is not None:
-        console.print(f"The gradient noise scale at step {found.step:,} was {found.noise_scale:,.3g} sequences.")
+        console.print(f"The newest gradient noise scale up to step {found.step:,} was {found.noise_scale:,.3g} sequences.")
     console.print(f"branches: {found.folder}")

@@ -67,7 +67,7 @@ def command(
     ] = None,
     silence: Annotated[
         float | None,
-        typer.Option(min=0.0, metavar="TIMES", help="Fail if a hang lasts longer than this multiple of its detection limit."),
+        typer.Option(min=0.0, metavar="TIMES", help="Fail if a hang's silence lasts longer than this multiple of its limit."),
     ] = None,
     kinds: Annotated[
         list[str] | None,
@@ -235,7 +235,7 @@ def _table_of_faults(found: "Judgement") -> Table:
         box=SIMPLE_HEAD,
         padding=(0, 1),
         pad_edge=False,
-        caption="Seconds. found: from fault to detection; on again: from detection until training resumed; most: the longest of these.",
+        caption="Seconds. found: median from fault to detection; on again, most: median and longest from detection until training resumed.",
     )
     table.add_column("fault", max_width=22)
     table.add_column("handled", no_wrap=True)

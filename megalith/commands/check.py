@@ -129,7 +129,8 @@ def _in_8_bits(checked: "CheckResult", *, asked: bool) -> "tuple[Sequence[Proble
 def _show_gains(found: "Gains | None", spec: "RunSpec") -> None:
     if found is None:
         print(
-            f'cluster = "{spec.cluster}": the trainer cannot multiply 8-bit numbers on these devices, so fp8 would only be emulated'
+            f'cluster = "{spec.cluster}": gains of 8-bit products are predicted only for named devices with published figures on which '
+            "the trainer multiplies 8-bit numbers; on other devices fp8 would only be emulated"
         )
         return
     from megalith.report import plans  # drawing
@@ -182,7 +183,7 @@ def _show_run(spec: "RunSpec") -> None:
         ranks = f"{' + '.join(map(str, sizes))} ranks" if len(set(sizes)) > 1 else ranks
         ranks = f"{spec.sites.count} site{'s' * (spec.sites.count > 1)} of {ranks}"
     print(
-        f"{spec.name}: no problems found: {ranks} (data {plan.data} x tensor {plan.tensor} x pipeline {plan.pipeline}), "
+        f"{spec.name}: no errors found: {ranks} (data {plan.data} x tensor {plan.tensor} x pipeline {plan.pipeline}), "
         f"{spec.microbatches} microbatches a step, {spec.train.global_batch * spec.train.seq_len:,} tokens a step, "
         f"{spec.train.steps:,} steps"
     )

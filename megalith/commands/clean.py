@@ -80,7 +80,7 @@ def _asked(ended: "list[Leftover]") -> bool:
 
 def _list(found: "list[Leftover]") -> None:
     if not found:
-        print("no run has left anything in this machine's memory, or on its disks")
+        print("no run has left anything in this machine's memory, or in the searched folders of its disks")
     for one in found:
         print(f"{one.state:<9}  {one.where:<6}  {_describe(one)}, of {one.run}{_checkpoint(one)}")
 

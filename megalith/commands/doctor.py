@@ -25,7 +25,7 @@ VERDICTS = {"ok": "fit to train on", "warn": "fit to train on, with warnings", "
 def command(
     folder: Annotated[Path, typer.Option(help="Folder that runs will write to.")] = Path(),
     burn_in: Annotated[
-        float, typer.Option(min=0.0, metavar="SECONDS", help="Burn-in time for each data type, on every GPU; 0: none.")
+        float, typer.Option(min=0.0, metavar="SECONDS", help="Burn-in time for each data type, on each GPU or the CPU; 0: none.")
     ] = 1.0,
     ranks: Annotated[
         int,

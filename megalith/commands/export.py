@@ -13,7 +13,7 @@ def command(
     run_dir: RunFolder,
     out: Annotated[Path, typer.Option(help="The folder to write.", show_default=False)],
     to: Annotated[str, typer.Option(help="Format: hf (Hugging Face transformers).")] = "hf",
-    dtype: Annotated[str, typer.Option(help="Number format: fp32 (as trained, lossless) or bf16 (half the size).")] = "fp32",
+    dtype: Annotated[str, typer.Option(help="Number format: fp32 (lossless), bf16 or fp16 (half the size).")] = "fp32",
     step: AtStep = None,
     as_json: Json = False,
 ) -> None:

@@ -25,7 +25,7 @@ def command(
     one_of("--from", from_, "hf")
     if not source.is_dir():
         hub = f" Download a model of a hub first: hf download {source} --local-dir FOLDER." if len(source.parts) == 2 else ""
-        raise FileNotFoundError(f"{source} does not exist here. Give a folder with config.json and safetensors.{hub}")
+        raise FileNotFoundError(f"{source} is not a folder here. Give a folder with config.json and safetensors.{hub}")
     from megalith.checkpoint import huggingface  # needs torch
 
     made = huggingface.import_(source, out)

@@ -104,7 +104,6 @@ def starting_from(checkpoint: Path, model: "Model") -> "RunSpec":
 
 def _for_cluster(wish: InitRequest) -> dict[str, Any]:
     from megalith.planner import plan_result, request  # the planner takes long to import
-    from megalith.spec.problem import Problem, SpecErrors
 
     plan_request = request.resolve(
         request.PlanRequest(
@@ -112,9 +111,7 @@ def _for_cluster(wish: InitRequest) -> dict[str, Any]:
         )
     )
     best = plan_result.best_plans(plan_request, top=1).found.best
-    if best is None:
-        way_out = "Use more devices; `megalith plan` shows what is too large."
-        raise SpecErrors([Problem("error", "--cluster", wish.cluster, "is too small for this model", way_out, "command line")])
+    assert best is not None, "best_plans raises SpecErrors without a plan"
     run = plan_request.run
     steps = wish.steps or run.train.steps
     return {

@@ -51,7 +51,7 @@ def command(
     if random is not None:
         unused = {"RUN.toml": run, "--set": settings, "--steps": steps, "--run-dir": run_dir}
         if wrong := [name for name, value in unused.items() if value is not None]:
-            raise typer.BadParameter(f"--random draws its own runs and does not use {' or '.join(wrong)}. Leave one out.")
+            raise typer.BadParameter(f"--random draws its own runs and does not use {' or '.join(wrong)}. Leave them out.")
         found = _draws_with_a_bar(random, seed or 0)
     elif run is None:
         raise typer.BadParameter(

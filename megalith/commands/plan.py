@@ -46,7 +46,7 @@ BatchTokens = Annotated[
     typer.Option(metavar="TOKENS", help="Tokens a step, rounded to whole sequences: 16M is 16 x 2^20, 16e6 is 16,000,000."),
 ]
 ComputeOptimal = Annotated[
-    bool, typer.Option("--compute-optimal", help="Set --tokens by Chinchilla's rule: 20 tokens for each parameter.")
+    bool, typer.Option("--compute-optimal", help="Set --tokens by Chinchilla's rule: 20 tokens for each active parameter.")
 ]
 Format = Annotated[
     str | None,
@@ -243,7 +243,7 @@ def _show(found: "PlanResult", broken: "Sequence[Price]", *, pareto: bool) -> No
     if found.site_plans is not None:
         narrow.print("", plans.sites(found.site_plans), sep="\n")
         console.print(
-            "waits: share of each step spent waiting for the slowest site. The layouts above are for the site that this command trains.",
+            "waits: share of each step spent waiting for the slowest site. The layouts above are for site sites.site (default: 0).",
             style="dim",
         )
     if across := plans.across(found):

@@ -289,7 +289,8 @@ def _setting(plan: "Scenario", seeds: int, *, besides: str = "") -> str:
     store = "" if besides == "intervals" else f", a checkpoint every {plan.store_every / 60:.3g} minutes"
     tiers = [tier for tier in plan.fleet.tiers if tier != "store"]
     tiers = tiers if plan.sites == 1 else []
-    copies = f"copies in {' and '.join(tiers)}" if tiers else "no copies but checkpoints"
+    places = {"buddy": "a buddy's memory"}
+    copies = f"copies in {' and '.join(places.get(tier, tier) for tier in tiers)}" if tiers else "no copies but checkpoints"
     return f"{plan.name}: {plan.days:g} days, {sites}{counted(plan.nodes, 'node')}{spares}{store}, {copies}, {counted(seeds, 'seed')}"
 
 
@@ -363,7 +364,7 @@ def _show_formulas(found: SweepResult) -> None:
     if plan.fleet.tiers != ("store",):
         print(
             "Both formulas assume that after every fault the run goes back to a checkpoint. This run first uses copies in "
-            "memory and on disks, so it needs checkpoints less often; --set fleet.memory_every=0 --set fleet.disk_every=0 "
+            "memory or on disks, so it needs checkpoints less often; --set fleet.memory_every=0 --set fleet.disk_every=0 "
             "leaves out the copies."
         )
 

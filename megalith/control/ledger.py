@@ -55,7 +55,7 @@ MEANING: dict[Cause, str] = {
     Cause.CHECKPOINT: "training waited for a save",
     Cause.START: "from a start of the ranks to their first step",
     Cause.LOST: "repeated steps, steps undone by a rewind, steps without an update, and the step in which a fault occurred",
-    Cause.AWAY: "no process ran, because the run was stopped or waited for the scheduler",
+    Cause.AWAY: "no process ran, because the run had ended (stopped, lost or failed) and was not started again yet",
     Cause.RECOVERY: "from the decision on a fault to the beginning of the first step after it",
     Cause.DETECTION: "from a fault to the decision on it",
     Cause.OTHER: "none of these",
@@ -287,17 +287,18 @@ class PostMortem:
         """The incident as text for a person: its cause, the blamed node, the response, and the costs."""
         whom = self.node and (f"{self.node}, rank {self.rank}" if self.rank is not None else self.node)
         cost = f"{self.detection:.2f} s until the fault was detected, " + (
-            "not over"
+            "not over: the ranks have not resumed"
             if self.recovery is None
             else f"{self.recovery:.2f} s until the ranks resumed, {self.lost_steps} step{'s' * (self.lost_steps != 1)} repeated"
         )
         orders = "; ".join(_order(command) for command in self.commands) or "nothing"
+        nothing = "nothing" if self.recovery is None else "nothing: the ranks continued in place"
         lines = [
             f"incident {self.incident}: {self.cause} at step {self.step}",
             f"  what     {self.reason}",
             f"  blamed   {whom or 'nobody'}",
             f"  ordered  {orders}",
-            f"  restored {self.restored or 'nothing: the ranks continued in place'}",
+            f"  restored {self.restored or nothing}",
             f"  cost     {cost}",
             "  timeline",
             *(f"    {_clock(time)}  {words}" for time, words in self.timeline),
@@ -336,7 +337,8 @@ def post_mortems(events: Iterable[Event]) -> list[PostMortem]:
 
 def _timeline(incident: Incident, end: Recovery | None, events: Sequence[Event]) -> tuple[tuple[float, str], ...]:
     over = end.time if end else max(event.time for event in events)
-    told = [(incident.began, "it happened (last heartbeat)"), (incident.time, f"decided: {incident.reason}")]
+    began = "it began (estimate: the last heartbeat, or a slow rank's first slow step)"
+    told = [(incident.began, began), (incident.time, f"decided: {incident.reason}")]
     for event in events:
         if incident.began <= event.time <= over and event is not incident and event is not end:
             words = _words(event)

@@ -61,6 +61,8 @@ class StopResponse:
             source = newest(self._copies(), at_most=done) or BEGINNING
         if source is None:
             return " and lose the steps since the newest copy of the state (the copies cannot be listed at the moment)"
+        if source.tier is None:
+            return " and lose all steps (there is no copy of the state)"
         steps = done - source.step
         if steps == 0:
             return f" and lose only this step (the copy of {source} is kept)"

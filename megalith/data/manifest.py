@@ -169,7 +169,7 @@ def read_manifest(folder: Path) -> Manifest:
     again = "Prepare the data with `megalith data prepare`."
     if not path.is_file():
         what = (
-            "has no manifest.json: it is not prepared data, or its preparation was interrupted"
+            "has no manifest.json: it is not prepared data, or its files were copied incompletely"
             if folder.is_dir()
             else "does not exist"
         )

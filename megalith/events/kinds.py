@@ -314,10 +314,10 @@ class PrecisionWatched(Event):
     def words(self) -> str:
         """The event in a sentence."""
         error = self.errors.get(self.raised)
-        found = "not finite" if error is None else f"{error:.3g}"
+        found = "not finite" if error is None else f"{error:.3g}, above precision.auto = {self.limit:g}"
         return (
             f"all matrix products of {self.raised} are in bf16 from step {self.step + 1} on, because the relative error of "
-            f"its gradient was {found}, above precision.auto = {self.limit:g}"
+            f"its gradient was {found}"
         )
 
 

@@ -160,7 +160,7 @@ def describe(end: Exit, *, error: RankError | None, log: Path, output: str, phas
         reason += (
             f" (out of memory: the kernel's out-of-memory killer ended {oom_kills} process{'es' * (oom_kills > 1)} during this time)"
             if oom_kills
-            else " (not out of memory, because the kernel ended no process; probably `kill -9` by another process)"
+            else " (not out of memory, as far as the kernel reports; probably `kill -9` by another process)"
         )
     # A C++ thread of gloo or NCCL that loses its peer ends the process with SIGABRT; the text is in the log only.
     secondary = end.code == -signal.SIGABRT and is_secondary("", evidence)

@@ -29,17 +29,24 @@ class Meaning:
 
 MEANINGS: dict[ExitCode, Meaning] = {
     ExitCode.FINISHED: Meaning("every step was done", retry=False),
-    ExitCode.FAILED: Meaning("the program raised an error, which the same command would most likely raise again", retry=False),
+    ExitCode.FAILED: Meaning(
+        "the program raised an error, or data or checkpoints are damaged; the same command would most likely fail again",
+        retry=False,
+    ),
     ExitCode.BAD_SPECIFICATION: Meaning("the run file or an option is wrong; nothing was started", retry=False),
     ExitCode.LOST: Meaning(
-        "a process was killed or stopped responding, or storage was lost; the newest checkpoint is intact", retry=True
+        "a process was killed or stopped responding, or storage was lost; the same command resumes from the newest intact copy of the "
+        "state",
+        retry=True,
     ),
-    ExitCode.STOPPED: Meaning("a signal requested a stop, and the state was saved; the same command resumes the run", retry=True),
+    ExitCode.STOPPED: Meaning(
+        "a signal or an order requested a stop, and the state was saved; the same command resumes the run", retry=True
+    ),
     ExitCode.REPORTED: Meaning(
         "a rank detected a fault and reported it in `ranks/reports` and in events of kind `incident`", retry=True
     ),
     ExitCode.INTERRUPTED: Meaning(
-        "a second Ctrl-C ended the run at once; the steps since the newest checkpoint are lost", retry=True
+        "a second Ctrl-C ended the run at once; the steps since the newest copy of the state are lost", retry=True
     ),
     ExitCode.TERMINATED: Meaning(
         "a stop was requested, but no rank could save, because the ranks were starting or the run waited for a node", retry=True

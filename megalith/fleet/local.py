@@ -289,7 +289,7 @@ class LocalNodes:
         log = self._assignment.server_log
         dumps = evidence.dumps({0: log}, ask=self._processes.show_stack, able=[0], seconds=LOOK_SECONDS)
         modules = ", ".join(self._job.preload) or "nothing"
-        reason = f"did not start the ranks within {self._job.start_timeout:g} s; at the end it was importing {modules}"
+        reason = f"did not start the ranks within {self._job.start_timeout:g} s, which include the time for importing {modules}"
         return Failure(None, reason, "", evidence.main_stack(dumps[0]), log, time.time(), ExitCode.LOST)
 
     def log(self, rank: int) -> Path:

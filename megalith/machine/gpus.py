@@ -215,7 +215,9 @@ def diagnosis(code: int, text: str) -> Finding:
     tests = _tests(text)
     if tests is None:
         value = f"no diagnosis in its output (status {code}): {' '.join(text.split())[:200]}"
-        return Finding(check, "warn", value, limit, "Start DCGM's host engine: `nv-hostengine`")
+        return Finding(
+            check, "warn", value, limit, "Check that DCGM's host engine runs (`nv-hostengine`), then run `dcgmi diag -r 1`"
+        )
     failed = [
         Finding(name, "fail" if status == "fail" else "warn", "", "") for name, status in tests if status in ("fail", "warn")
     ]

@@ -107,7 +107,7 @@ def _square(model: str, request: ResolvedRequest, nodes: int) -> Square:
     if found.best is not None:
         return Square(model, nodes, cluster.count, found.best, "")
     if found.closest is None:
-        why = "every plan that fits is refused" if found.looked_at else "the batch is too small"
+        why = "every plan that fits is refused" if found.looked_at else "no layout divides the batch"
         return Square(model, nodes, cluster.count, None, why)
     need = found.closest.estimate.memory.total / 2**30
     return Square(model, nodes, cluster.count, None, f"{need:,.0f} GiB needed")

@@ -8,6 +8,7 @@ data, which shows how much the loss varies between samples.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from itertools import pairwise
 from statistics import mean, stdev
 from typing import Any, Literal
@@ -68,7 +69,7 @@ def trials(
                 raise ValueError(
                     f"{factor:g} times the batch of {now.global_batch} does not divide the {length} samples of a branch "
                     f"({steps} steps of the run's batch). Use other --factors, or --steps "
-                    f"{math.lcm(*(math.ceil(each) for each in factors))}."
+                    f"{math.lcm(*(Fraction(each).limit_denominator(64).numerator for each in factors))}."
                 )
             skip = replica * length
             branch = BranchSpec(
@@ -118,23 +119,21 @@ class Advice:
 
     rows: tuple[BatchJudgement, ...]
     tolerance: float
-    critical: int | None
-    """The largest batch, in sequences, with a loss as good as with the run's batch; None if no batch is known to be as good."""
+    critical: int
+    """The largest batch, in sequences, with a loss as good as with the run's batch."""
     begins: int | None
     """The smallest batch above the run's own whose loss is worse; None: no batch above the run's own is worse."""
 
     @property
     def words(self) -> str:
         """The advice in a sentence."""
-        if self.critical is None:
-            return "The losses allow no verdict: use more --replicas or --steps."
         own = next(row.batch for row in self.rows if row.factor == 1)
         if self.begins is None and self.critical <= own:
             return f"No batch above the run's own {own} sequences has a clear verdict: use more --replicas or --steps."
         if self.begins is None:
             return (
-                f"With up to {self.critical} sequences a step, the loss after the same number of tokens is as good as with the run's "
-                "batch. No larger batch has a verdict."
+                f"With {self.critical} sequences a step, the loss after the same number of tokens is as good as with the run's "
+                "batch. No larger batch has a clear verdict."
             )
         return (
             f"With {self.critical} sequences a step, the loss after the same number of tokens is as good as with the run's batch; with "
@@ -159,7 +158,7 @@ def judge(losses: Mapping[float, Sequence[float]], *, batch: int, seq_len: int, 
         verdict = "worse" if excess - (error or 0.0) > limit else "as good" if excess + (error or 0.0) <= limit else "not decided"
         size = round(batch * factor)
         rows.append(BatchJudgement(factor, size, size * seq_len, mean(losses[factor]), excess, error, verdict))
-    critical, begins = None, None
+    critical, begins = batch, None
     for row in rows:
         if row.verdict == "as good":
             critical = row.batch

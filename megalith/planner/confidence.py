@@ -106,7 +106,8 @@ def _words(request: ResolvedRequest, mine: Sequence[Own], learnt: LearnedSpread 
     """Return the evidence for an interval as text. The text names the ignored rows of the same software and machines."""
     where = f"{SOFTWARE[request.software].title} on {request.cluster.accelerator.name}"
     if learnt is None:
-        return f"{where} was never measured, so the interval is as wide as for any unmeasured software{f'; {far}' * bool(far)}"
+        said = f"No row of --measured has such a model by {where}, so the interval is as wide as for any unmeasured software"
+        return f"{said}{f'; {far}' * bool(far)}"
     wrong = [mine[place] for place in learnt.wrong]
     followed = len(mine) - len(wrong)
     said = f"{followed} measured row{'s' * (followed != 1)} of {where}: predicted times are multiplied by {exp(learnt.mean):.2f}"

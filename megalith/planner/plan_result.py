@@ -78,7 +78,7 @@ class PlanResult:
         """The software that predictions assume."""
         request = self.request
         return assumption(request.software, compiled=request.compiles) + (
-            f"; {request.format} is rehearsed" if request.ours and is_rehearsed(request.run, request.cluster) else ""
+            f"; {request.format} is emulated" if request.ours and is_rehearsed(request.run, request.cluster) else ""
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -378,8 +378,8 @@ def _nothing(request: ResolvedRequest, found: SearchResult, scorer: Scorer) -> l
     """Return the reasons why there is no plan."""
     name = request.run.cluster
     if found.closest is None:  # plans fit, and all were denied
-        reasons = request.problems(next(_plans(request, request.cluster)))
-        return reasons or [
+        first = next(_plans(request, request.cluster), None)
+        return (request.problems(first) if first else []) or [
             _problem(name, "no plan that fits passes megalith check", "Use more devices, or another global batch.")
         ]
     memory, limit = found.closest.estimate.memory, found.closest.estimate.limit or 0.0

@@ -351,7 +351,7 @@ def _batch(
     if text and plan_request.global_batch:
         way_out = "Remove one of these two options."
         problems.append(
-            problem("--global-batch-tokens", text, f"means the same as --global-batch {plan_request.global_batch}", way_out)
+            problem("--global-batch-tokens", text, f"sets the batch, as --global-batch {plan_request.global_batch} does", way_out)
         )
         return None, ()
     if not text:

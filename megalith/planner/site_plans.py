@@ -36,7 +36,7 @@ class SiteRequest(ResolvedRequest):
     def problems(self, plan: Plan) -> list[Problem]:
         """See `ResolvedRequest.problems`."""
         if self.part % (plan.data * plan.microbatch):
-            reason = f"does not divide {self.part}, the samples in one part of a step"
+            reason = f"with plan.microbatch = {plan.microbatch} does not divide {self.part}, the samples in one part of a step"
             return [problem("plan.data", plan.data, reason, "Use another global batch.")]
         return super().problems(plan)
 

@@ -41,9 +41,9 @@ PLAIN = Technique(
 
 TECHNIQUES: tuple[Technique, ...] = (
     Technique("expert parallelism", "experts are divided among ranks, and tokens are sent to these ranks", lambda plan: plan.expert > 1),
-    Technique("ZeRO 1", "each data rank keeps a share of the optimizer's state", lambda plan: plan.zero == 1),
-    Technique("ZeRO 2", "each data rank also keeps a share of the gradients", lambda plan: plan.zero == 2),
-    Technique("ZeRO 3", "each data rank also keeps a share of the weights, gathered block by block (FSDP)", lambda plan: plan.zero == 3),
+    Technique("ZeRO 1", "each data rank keeps only a share of the optimizer's state", lambda plan: plan.zero == 1),
+    Technique("ZeRO 2", "each data rank keeps only a share of the gradients, too", lambda plan: plan.zero == 2),
+    Technique("ZeRO 3", "each data rank keeps only a share of the weights, gathered block by block (FSDP)", lambda plan: plan.zero == 3),
     Technique("recomputation", "the backward computes activations again", lambda plan: plan.recompute != "none"),
     Technique("tensor parallelism", "each matrix product is split over ranks on fast links", lambda plan: plan.tensor > 1),
     Technique("pipeline", "each rank holds some of the blocks, through which microbatches pass", lambda plan: plan.pipeline > 1),

@@ -101,7 +101,8 @@ def _widened(model: Model, dim: int) -> dict[str, Any]:
             found[name] = max(1, round(usual * dim / model.dim))
     if dim % head_dim or model.heads * dim % model.dim:
         raise ValueError(
-            f"a width of {dim} does not hold a whole number of heads of size {head_dim}: use multiples of {head_dim}"
+            f"a width of {dim} does not hold a whole number of heads of size {head_dim}: use multiples of "
+            f"{np.lcm(head_dim, model.dim // np.gcd(model.dim, model.heads))}"
         )
     kv = found.get("kv_heads")
     if kv is not None and found["heads"] % kv:

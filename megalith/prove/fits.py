@@ -91,7 +91,10 @@ def does_not_fit(spec: RunSpec, memory: Memory, limit: int) -> Problem | None:
     over = memory.total - limit
     if memory.building > sum(memory.peak.values()) and sum(memory.peak.values()) <= limit:
         reason = f"while a rank builds the model, one whole part at a time, it holds {_gib(memory.building)} of {_gib(limit)}"
-        way_out = "The largest part, with one rank's experts, sets this peak. Raise plan.expert, or use devices with more memory."
+        way_out = (
+            "The largest part sets this peak. If this is a block with experts, raise plan.expert, because a rank builds only its own "
+            "experts; else use devices with more memory."
+        )
         return Problem("error", "model", None, reason, way_out)
     largest = max(memory.peak, key=memory.peak.__getitem__)
     split = ", ".join(f"{name} {_gib(size)}" for name, size in sorted(memory.peak.items(), key=lambda item: -item[1]))

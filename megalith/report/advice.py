@@ -12,7 +12,7 @@ from megalith.report.svg import Series, line_chart
 def table(advice: Advice) -> Table:
     """Return a row for each batch size: its loss after the same tokens, beside the loss of the run's own batch size."""
     drawn = Table(
-        "batch", "tokens a step", "loss", "above its own", "+-", "verdict", box=None, pad_edge=False, padding=(0, 2, 0, 0)
+        "batch", "tokens a step", "loss", "above the run's", "+-", "verdict", box=None, pad_edge=False, padding=(0, 2, 0, 0)
     )
     for row in advice.rows:
         error = "-" if row.error is None or row.factor == 1 else f"{row.error:.4f}"

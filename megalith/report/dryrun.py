@@ -57,7 +57,7 @@ def page(
 ) -> str:
     """The dry run of run `name` as one self-contained HTML page: memory over the step by category, and every table."""
     wrong = "".join(
-        f'<li class="{one.severity}"><b>{one.severity}</b><span>{escape(one.reason)} {escape(one.way_out)}</span></li>'
+        f'<li class="{one.severity}"><b>{one.severity}</b><span>{escape(one.reason)}. {escape(one.way_out)}</span></li>'
         for one in problems
     )
     shown = {

@@ -211,7 +211,7 @@ def legend(found: PlanResult) -> str:
         f"m microbatch.\n"
         f"recompute: parts whose forward runs twice (sqrt: three times). "
         f"MFU: {found.convention} of {units.flops(device.wide)}.\n"
-        f"GiB: worst rank{limit}. waits: share of bubble and exposed communication. as fast: less than "
+        f"GiB: worst rank{limit}. waits: share of the step in bubbles and exposed communication. as fast: less than "
         f"{found.confidence.apart - 1:.0%} slower, which is within the predictions' error.\n"
         f"{search.looked_at:,} plans examined, {search.too_large:,} too large{denied}. Predicted: {found.assumption}."
         f"{_offloaded(found)}{gain_over_own_plan(found)}"

@@ -87,7 +87,7 @@ def _faults(found: Summary) -> list[tuple[str, str]]:
     if not found.incidents:
         return []
     lost = ", ".join(f"{cause} {units.duration(seconds)}" for cause, seconds in found.lost_seconds.items())
-    rows = [("goodput", f"{units.percent(found.goodput)} ({lost})"), ("incidents", f"{len(found.incidents)}; the last {SHOWN}:")]
+    rows = [("goodput", f"{units.percent(found.goodput)} ({lost})"), ("incidents", f"{len(found.incidents)}; the newest:")]
     for one in found.incidents[-SHOWN:]:
         recovery = one.recovery_seconds
         took = "not over" if recovery is None else f"{one.detection_seconds:.1f} s + {recovery:.1f} s"

@@ -38,7 +38,7 @@ def _fit_words(found: Walk) -> str:
     return (
         f"{plans.amount(found.parameters)} parameters x {a_parameter(request)} = {found.state / GIB:,.0f} GiB of state; {room}. "
         "Activations, logits and buffers need further memory. "
-        "Each row allows one technique more than the row above, and shows the layout that needs the least memory:"
+        "Each row allows its technique and those tried before it, and shows the layout that needs the least memory:"
     )
 
 
@@ -62,8 +62,9 @@ def _batch_words(found: Walk, first: Candidate) -> str:
     each = train.global_batch // data
     return (
         f"{train.global_batch:,} sequences of {train.seq_len:,} tokens are {train.global_batch * train.seq_len:,} tokens a step. "
-        f"{data:,} data rank{'s' * (data > 1)} read {each:,} sequences each, in microbatches whose gradients are added. The result "
-        f"does not depend on the size of microbatches. Larger microbatches are faster, but need more memory (! marks too much):"
+        f"{data:,} data rank{'s' * (data > 1)} read {each:,} sequences each, in microbatches whose gradients are added. Apart "
+        f"from rounding, the result does not depend on the size of microbatches. Larger microbatches compute faster, but need more "
+        f"memory (! marks too much), and leave pipeline ranks idle for longer:"
     )
 
 

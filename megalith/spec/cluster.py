@@ -332,8 +332,8 @@ def _measured_elsewhere(path: Path, cluster: ClusterSpec) -> list[Problem]:
         way_out = f"{CALIBRATE} on that device, or remove the table [measured] from this file."
         problems.append(_problem(f"{path}: measured.device", found.device, reason, way_out))
     if found.ranks > cluster.count or (found.in_turn and found.ranks != cluster.count):
-        shared = ", but the measured ranks shared one machine's processors" * found.in_turn
-        reason = f"count = {cluster.count}{shared}"
+        shared = ": the measured ranks shared one machine's processors" * found.in_turn
+        reason = f"does not suit count = {cluster.count}{shared}"
         way_out = f"{CALIBRATE} --ranks {cluster.count}, or set count = {found.ranks}."
         problems.append(_problem(f"{path}: measured.ranks", found.ranks, reason, way_out))
     return problems

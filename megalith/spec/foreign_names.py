@@ -59,7 +59,7 @@ _GROUPS: dict[str, tuple[str, str]] = {
         "train.seq_len",
         "the number of tokens in a sequence. model.context is the longest sequence that the model takes.",
     ),
-    "dtype torch_dtype mixed_precision bf16 fp16 amp param_dtype": ("train.precision", '"bf16" or "fp32".'),
+    "dtype torch_dtype mixed_precision bf16 fp16 amp param_dtype": ("train.precision", '"bf16", "fp16" or "fp32", for example.'),
     "random_seed": ("train.seed", ""),
     "z_loss_weight zloss": ("train.z_loss", ""),
     "pretrained init_from_checkpoint finetune_from load_weights": (
@@ -121,7 +121,7 @@ _GROUPS: dict[str, tuple[str, str]] = {
     "gpus num_gpus n_gpus ngpus devices num_devices world_size nproc nproc_per_node ranks num_ranks nodes": ("plan.data", RANKS),
     "gradient_checkpointing activation_checkpointing activation_checkpoint remat recompute_granularity ac": (
         "plan.recompute",
-        '"none", "selective" or "full".',
+        '"none", "selective" or "full", for example.',
     ),
     "torch_compile": ("plan.compile", ""),
     # model

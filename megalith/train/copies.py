@@ -65,6 +65,7 @@ def copies_of(trainer: Trainer, *, group: dist.ProcessGroup, warn: Callable[[str
 
 
 def _without(tier: Tier, error: str, rank_info: RankInfo, warn: Callable[[str], None]) -> None:
-    warn(f"no copies of the state are kept in {tier.value}: {error}")
+    where = "a buddy node's memory" if tier is Tier.BUDDY else "memory"
+    warn(f"no copies of the state are kept in {where}: {error}")
     if rank_info.rank == 0:
         report(SaveFailed(time=time.time(), tier=tier, error=error))

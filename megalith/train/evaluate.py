@@ -50,7 +50,7 @@ def evaluate(run_dir: Path, texts: Iterable[str], *, step: int | None = None, se
     length = seq_len or int(spec.get("train", {}).get("seq_len", model.spec.context))
     if not 0 < length <= model.spec.context:
         raise ValueError(
-            f"seq_len = {length} is not within the model's context of {model.spec.context} tokens. Use at most that."
+            f"seq_len = {length} is not within the model's context of {model.spec.context} tokens. Use 1 to {model.spec.context}."
         )
     total, count, size = 0.0, 0, 0
     for text in texts:

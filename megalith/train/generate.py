@@ -40,7 +40,7 @@ def find_tokenizer(run_dir: Path, data: str | None) -> Tokenizer:
     found = next((path for path in places if path.is_file()), None)
     if found is None:
         raise FileNotFoundError(
-            f"no tokenizer: looked for {' and '.join(map(str, places))}. Copy the run's {TOKENIZER_FILE} there."
+            f"no tokenizer: looked for {' and '.join(map(str, places))}. Copy the run's {TOKENIZER_FILE} to one of these paths."
         )
     return load_tokenizer(found)
 

@@ -110,11 +110,15 @@ def _of_ranks(steps: WhatIfAnalysis) -> Iterator[Cause]:
             )
             continue
         for rank, times in blamed[:8]:
-            where = f"rank {rank} (stage {seen.pipeline[rank]}, data rank {seen.data[rank]}, node {node})"
-            than = "earlier in this run, relative to the other ranks" if seen.alone[rank] else "ranks with the same stage"
+            where = f"rank {rank} (pipeline rank {seen.pipeline[rank]}, data rank {seen.data[rank]}, node {node})"
+            than = (
+                "earlier in this run, relative to the other ranks"
+                if seen.alone[rank]
+                else "ranks with the same part of the model"
+            )
             words = f"Slow: {where} works {times:.2f} times as long as {than}"
             change = (
-                "Check whether its device is throttled, shared or failing (megalith doctor). A spare node can replace this one."
+                "Check whether its device is throttled, shared or failing (megalith doctor). A spare node may replace its node."
             )
             yield Cause("slow rank", words, change, share * one.without([rank], usual), (rank,), node)
     yield from _of_stages(one, usual, seen, share)
@@ -132,7 +136,7 @@ def _of_stages(one: Replay, own: NDArray[np.float64], seen: Window, share: float
     whole = one.seconds(own)
     gain = share * (1 - one.seconds(levelled(own, seen.pipeline, place)) / whole) if whole > 0 else 0.0
     words = f"Unbalanced: pipeline rank {place} has {over - 1:.0%} more work than the median of the others, which wait for it"
-    change = "Give this rank fewer blocks (plan.layers); `megalith plan` shows the gain."
+    change = "Give this rank fewer blocks (plan.layers); `megalith plan` with the changed run file predicts the step."
     yield Cause("unbalanced stage", words, change, gain, tuple(map(int, np.flatnonzero(seen.pipeline == place)[:8])))
 
 
@@ -151,9 +155,7 @@ def _of_samples(one: Replay, seen: Window, share: float, slow: set[int]) -> Iter
     times = f"{np.median(ratios):.2f} times"
     words = f"Uneven samples: in the median step, the slowest data rank works {times} as long as the median one"
     words = f"{words}, and changes from step to step"
-    change = (
-        "Documents differ in length: pack them, or use larger microbatches. With data.document_mask, long documents cost more."
-    )
+    change = "Samples with long documents cost more (data.document_mask). Larger microbatches even this out."
     yield Cause("uneven samples", words, change, share * (1 - 1 / float(np.median(ratios))))
 
 
@@ -166,7 +168,7 @@ def _of_step(source: Source) -> Iterator[Cause]:
     shares = {name: float(np.nanmean(recent[name])) / whole for name in names[1:]}
     if shares["data"] > PART["data"]:
         words = f"Data: ranks wait for samples for {units.percent(shares['data'])} of a step"
-        yield Cause("data", words, "Put the data on a faster disk, or put a copy on each node (data.copies).", shares["data"])
+        yield Cause("data", words, "Put the data on a faster disk, or on a local disk of each node (data.path).", shares["data"])
     if shares["other"] > PART["other"]:
         share = units.percent(shares["other"])
         words = f"Pauses: {share} of a step is spent outside the model: garbage collection, other programs or the system"
@@ -212,4 +214,5 @@ def _of_saving(source: Source, whole: float) -> Iterator[Cause]:
     share = (source.saving() or 0.0) / whole
     if share > PART["saving"]:
         words = f"Saving: training is paused {units.percent(share)} of the time for checkpoints"
-        yield Cause("saving", words, "Save less often (checkpoint.every), or asynchronously (checkpoint.asynchronous).", share)
+        change = "Save less often (checkpoint.every), or asynchronously, which is the default (checkpoint.asynchronous)."
+        yield Cause("saving", words, change, share)

@@ -326,7 +326,7 @@ function build() {
       card("", "Incidents, and where the time went", [], panels.incidents),
       panels.sites, panels.experts, panels.precision, panels.samplecard,
       card("wide", "The run", [], panels.about)),
-    h("footer", {}, "Click on a rank to see how long a step would take if it were not slow. Drag over a chart to zoom in; double-click or ", h("kbd", {}, "r"), " to zoom out. ", h("kbd", {}, "l"), " log axes, ", h("kbd", {}, "s"), " smooth, ", h("kbd", {}, "b"), " bits a byte, ", h("kbd", {}, "1"), "–", h("kbd", {}, "9"), " another run."),
+    h("footer", {}, "Click on a rank to see how long a step would take if this rank were not slow. Drag over a chart to zoom in; double-click or ", h("kbd", {}, "r"), " to zoom out. ", h("kbd", {}, "l"), " log axes, ", h("kbd", {}, "s"), " smooth, ", h("kbd", {}, "b"), " bits a byte, ", h("kbd", {}, "1"), "–", h("kbd", {}, "9"), " another run."),
     tip);
   document.addEventListener("keydown", e => {
     if (e.target.tagName === "SELECT" || e.ctrlKey || e.metaKey || e.altKey) return;
@@ -405,7 +405,7 @@ function fillLoss() {
   });
   const found = now().loss;
   panels.loss.set(series, found ? found.marks : []);
-  panels.losslegend.replaceChildren(legend(rows), h("div", {class: "muted", style: {fontSize: "12px", marginTop: "3px"}}, state.bits ? (found && found.tokens_a_byte[""] ? "bits a byte" : "bits a byte are not known: the data's manifest cannot be read") : "nats a token", found && found.marks.length ? "; lines: dashed where it was started again, red at incidents" : "", found && found.law ? lawWords(found) : ""));
+  panels.losslegend.replaceChildren(legend(rows), h("div", {class: "muted", style: {fontSize: "12px", marginTop: "3px"}}, state.bits ? (found && found.tokens_a_byte[""] ? "bits a byte" : "bits a byte are not known: the data's manifest cannot be read, or has no held-out text") : "nats a token", found && found.marks.length ? "; lines: dashed where the run was started again, others at incidents, spikes, skipped updates and phases" : "", found && found.law ? lawWords(found) : ""));
   if (!found) return;
   panels.norm.set([points(found, "grad_norm", {name: "gradient norm", colour: "c2"})], found.marks);
   panels.lr.set([points(found, "lr", {name: "learning rate", colour: "c7"})]);
@@ -425,7 +425,7 @@ function fillSpeed() {
     const bars = h("div", {class: "pair"}, h("div", {class: "track"}, h("i", {style: {width: 100 * a / most + "%", background: "var(--" + colour + ")"}})), predicted ? h("div", {class: "track"}, h("i", {style: {width: 100 * (b || 0) / most + "%", background: "var(--" + colour + ")", opacity: 0.42}})) : null);
     rows.push(h("span", {}, name), bars, h("span", {class: "num"}, duration(a), h("span", {class: "muted"}, predicted && b !== undefined ? "  /  " + duration(b) : "  " + percent(a / measured.step))));
   }
-  panels.split.replaceChildren(h("div", {class: "rows"}, rows), h("div", {class: "legend"}, predicted ? "above measured on the first rank, mean of the last 50 steps; below, paler, predicted, with data and saving hidden" : measured ? "measured on the first rank, mean of the last 50 steps" : "no step yet", measured && measured.saving !== null ? ". Saving comes on top of a step" : "", !predicted && found.why ? ". Prediction: " + found.why : ""));
+  panels.split.replaceChildren(h("div", {class: "rows"}, rows), h("div", {class: "legend"}, predicted ? "above measured on the first rank, mean of the last 50 steps; below, paler, predicted as if reading data and saving took no time" : measured ? "measured on the first rank, mean of the last 50 steps" : "no step yet", measured && measured.saving !== null ? ". Saving comes on top of a step" : "", !predicted && found.why ? ". Prediction: " + found.why : ""));
 }
 
 function fillHeat() {
@@ -439,14 +439,14 @@ function fillHeat() {
     const octaves = single ? Math.log2(Math.max(0.004, i / 149 * 1.2)) : -0.9 + i / 149 * 1.9, code = Math.max(1, Math.min(255, Math.round((octaves + found.zero) * 254 / found.octaves + 1))), c = colours[code];
     g.fillStyle = "rgb(" + c.join(",") + ")"; g.fillRect(i, 0, 1, 1);
   }
-  panels.scale.replaceChildren(h("span", {}, single ? "0" : "half"), bar, h("span", {}, single ? "1.2 times the median rank's own work" : found.row === "memory" ? "twice the median" : "twice the ranks that do the same"), h("span", {}, " · " + whole(found.ranks) + " ranks" + (found.rows.some(r => r.of > 1) ? ", a row shows the slowest of its ranks" : "") + (found.first.some((f, i) => f !== found.step[i]) ? ", a column the slowest of its steps" : "")));
+  panels.scale.replaceChildren(h("span", {}, single ? "0" : "half"), bar, h("span", {}, single ? "1.2 times the median rank's own work" : found.row === "memory" ? "twice the median" : "twice the median of ranks with the same part of the model"), h("span", {}, " · " + whole(found.ranks) + " ranks" + (found.rows.some(r => r.of > 1) ? ", a row shows the slowest of its ranks" : "") + (found.first.some((f, i) => f !== found.step[i]) ? ", a column the slowest of its steps" : "")));
 }
 
 function fillCauses() {
   const found = now()["what-if"];
   if (!found) return;
   const others = found.without.filter(w => w.what !== "rank" || !found.causes.some(c => c.who.includes(w.which))); // a cause has said it
-  panels.causes.replaceChildren(...(found.causes.length ? found.causes.map(c => h("div", {class: "cause"}, h("span", {class: "gain"}, "−" + percent(c.gain)), h("strong", {}, c.words + "."), h("small", {}, c.change, c.seconds ? " Without this, a step would take " + duration(c.seconds) + " less." : ""))) : [h("p", {class: "muted"}, found.why ? "No causes are known yet: " + found.why + "." : "Nothing stands out: no rank, stage or node is slower than its peers, and waiting for data, saving and the network is short.")]), ...(others.length ? [h("ul", {class: "withouts"}, others.map(w => h("li", {}, w.words)))] : []), ...(found.plans && found.plans.length ? [h("p", {class: "muted"}, "Plans that the planner expects to be faster: " + found.plans.map(p => p.change + " (−" + percent(p.gain) + ")").join("; ") + ".")] : []));
+  panels.causes.replaceChildren(...(found.causes.length ? found.causes.map(c => h("div", {class: "cause"}, h("span", {class: "gain"}, "−" + percent(c.gain)), h("strong", {}, c.words + "."), h("small", {}, c.change, c.seconds ? " Without this, a step would take " + duration(c.seconds) + " less." : ""))) : [h("p", {class: "muted"}, found.why ? "No causes are known yet: " + found.why + "." : "Nothing stands out: no rank, pipeline rank or node is much slower than its peers, and waiting for data, saving and the network is short.")]), ...(others.length ? [h("ul", {class: "withouts"}, others.map(w => h("li", {}, w.words)))] : []), ...(found.plans && found.plans.length ? [h("p", {class: "muted"}, "Plans that the planner expects to be faster: " + found.plans.map(p => p.change + " (−" + percent(p.gain) + ")").join("; ") + ".")] : []));
 }
 
 let questions = 0;
@@ -469,7 +469,7 @@ function fillMemory() {
     const part = (size, colour) => h("i", {style: {width: 100 * size / most + "%", background: "var(--" + colour + ")"}}), p = predicted(r);
     return [h("span", {}, "rank " + r.rank), h("div", {class: "track"}, part(r.weights, "c0"), part(r.gradients, "c1"), part(r.optimizer, "c2"), r.peak ? part(Math.max(0, r.peak - state_of(r)), "c6") : null, p ? h("u", {style: {left: 100 * p / most + "%"}}) : null), h("span", {class: "num"}, bytes(r.peak || state_of(r)), h("span", {class: "muted"}, p ? "  /  " + bytes(p) : ""))];
   });
-  panels.memory.replaceChildren(rows.length ? h("div", {class: "rows scroll"}, made) : h("p", {class: "muted"}, "not known yet"), rows.length ? legend([["weights", "c0"], ["gradients", "c1"], ["optimizer", "c2"], ["activations and all else", "c6"], ["line: predicted of its state and activations", "ink"]]) : "");
+  panels.memory.replaceChildren(rows.length ? h("div", {class: "rows scroll"}, made) : h("p", {class: "muted"}, "not known yet"), rows.length ? legend([["weights", "c0"], ["gradients", "c1"], ["optimizer", "c2"], ["activations and all else", "c6"], ["line: prediction for the rank's state and activations", "ink"]]) : "");
 }
 
 function fillIncidents() {
@@ -496,10 +496,10 @@ function fillRest() {
   panels.sites.style.display = merges.length ? "" : "none";
   if (merges.length) {
     const x = merges.map(m => m.step), last = merges[merges.length - 1];
-    panels.apart.set([{name: "norm of the mean difference", x, y: merges.map(m => m.norm), colour: "c0", dots: true}, {name: "distance of the sites to it", x, y: merges.map(m => m.spread), colour: "c1", dots: true}]);
+    panels.apart.set([{name: "norm of the mean difference", x, y: merges.map(m => m.norm), colour: "c0", dots: true}, {name: "distance of the sites to this mean", x, y: merges.map(m => m.spread), colour: "c1", dots: true}]);
     panels.waits.set([{name: "wait of the first site", x, y: merges.map(m => m.waited), colour: "c3", dots: true}]);
     panels.waited.replaceChildren(legend([["wait of the first site for others at each merge", "c3"]]));
-    panels.merged.replaceChildren(legend([["norm of the mean difference", "c0"], ["root mean square distance of the sites to it", "c1"]]), h("p", {class: "muted"}, whole(merged.count) + " merges of " + merged.sites + " sites, last with losses " + last.losses.map((v, i) => (last.merged[i] ? last.merged[i] + " " : "") + (v === null ? "?" : v.toFixed(3))).join(", ") + ". The first site sent " + bytes(merged.sent) + (merged.instead ? ", where gradients in fp32 after each step would be " + bytes(merged.instead) : "") + ". Its ranks waited " + duration(merged.waited) + " for others."));
+    panels.merged.replaceChildren(legend([["norm of the mean difference", "c0"], ["root mean square distance of the sites to this mean", "c1"]]), h("p", {class: "muted"}, whole(merged.count) + " merges of " + merged.sites + " sites, last with losses " + last.losses.map((v, i) => (last.merged[i] ? last.merged[i] + " " : "") + (v === null ? "?" : v.toFixed(3))).join(", ") + ". The first site sent " + bytes(merged.sent) + (merged.instead ? ", where gradients in fp32 after each step would be " + bytes(merged.instead) : "") + ". Its ranks waited " + duration(merged.waited) + " for others."));
   }
   const errors = now().precision, looked = errors ? Object.entries(errors.errors) : [];
   panels.precision.style.display = looked.length ? "" : "none";

@@ -145,7 +145,10 @@ def rank_heatmap(source: Source, asked: Asked) -> dict[str, Any]:
     columns = whole(asked, "columns", COLUMNS, least=1, most=COLUMNS)
     view, world = source.ranks(row, first=whole(asked, "from", 0), last=whole(asked, "to", 2**53), most=columns)
     if not len(view):
-        words = "No rank has reported its seconds: an earlier version trained the run, or megalith did not start its ranks."
+        words = (
+            "No rank has reported its seconds for these steps: they are not done yet, an earlier version trained the run, or megalith "
+            "did not start its ranks."
+        )
         return {"ranks": 0, "why": words}
     places = source.places() if world == source.world else {}
     codes = view.high  # of a record of several steps, the slowest

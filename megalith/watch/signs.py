@@ -53,7 +53,8 @@ def judge(found: "RunHealth", source: Source, recent: Recent) -> list[HealthMess
         says += [*_of_memory(found, source), *_of_disk(source)]
         late = [one for one in source.problems if isinstance(one, Skipped) and one.step > found.step - 100]
         if late:
-            says.append(HealthMessage("warn", f"{len(late)} of the last 100 updates were skipped: {late[-1].reason}"))
+            words = f"updates were skipped in the last 100 steps: {len(late)}; the newest reason: {late[-1].reason}"
+            says.append(HealthMessage("warn", words))
     return says or [HealthMessage("good", ENDED.get(found.state, found.state), "finished" if found.state == "finished" else "")]
 
 
@@ -84,7 +85,9 @@ def _of_loss(found: "RunHealth", source: Source, recent: Recent) -> Iterator[Hea
     loss, number = recent["loss"], len(recent["loss"])
     spike = next((one for one in reversed(source.problems) if isinstance(one, Spike)), None)
     near = spike is not None and found.step is not None and spike.step > found.step - 10
-    cause = spike.words if spike is not None and near else "the run's own spike detection has not logged a spike"
+    cause = (
+        spike.words if spike is not None and near else "the run's own spike detection has logged no spike in the last 10 steps"
+    )
     if number and not math.isfinite(loss[-1]):
         yield HealthMessage("bad", f"The loss of step {found.step} is not finite.", "loss", cause)
     elif number > LATER:

@@ -84,7 +84,7 @@ def test_a_domain_that_is_read_has_a_token_and_the_next(tmp_path: Path, monkeypa
         (["model.vocab=900"], "model.vocab", "vocabulary of 1000 tokens. Use 1000"),
         (["model.vocab=900", "plan.tensor=4", "plan.data=4"], "model.vocab", "Use 1008"),
         (["data.weights={austn=1}"], "data.weights.austn", "Did you mean austen? The data has: austen, code."),
-        (["validation.every=5", "train.seq_len=4096"], "validation.every", "holds out 2000 tokens"),
+        (["validation.every=5", "train.seq_len=4096"], "validation.every", "hold out 2000 tokens"),
         (["train.steps=10000"], "train.steps", "81,920,000 tokens, 20.5 times the data's 4,000,000"),
         (["train.init_from=nowhere"], "train.init_from", "no such checkpoint"),
     ],

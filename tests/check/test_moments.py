@@ -77,7 +77,7 @@ def test_halves_need_weights_in_bf16_and_no_sites() -> None:
     """All problems are reported at once."""
     wrong = errors("optimizer.master=split16", "train.precision=fp16", "sites.count=2")
     assert [problem.reason for problem in wrong if problem.key == "optimizer.master"] == [
-        "splits fp32 weights into bf16 and the remaining bits, but the compute weights are in fp16",
+        "needs compute weights in bf16, the upper half of an fp32 weight, but the compute weights are in fp16",
         "keeps no fp32 weights, but sites merge weights in fp32",
     ]
     assert not errors("optimizer.master=split8", "train.precision=fp8")

@@ -71,6 +71,14 @@ def test_the_bubble_is_said_as_a_number():
     assert "with 4 microbatches leaves each rank idle for 42.9% of a step (75.0% of its useful time)" in problem.reason
 
 
+def test_the_batch_that_makes_the_bubble_small_is_that_of_all_sites():
+    settings = ["plan.pipeline=2", "sites.count=2", "train.global_batch=8"]
+    [problem] = [each for each in found(*settings) if each.key == "plan.pipeline"]
+    [batch] = re.findall(r"train.global_batch >= (\d+)", problem.way_out)
+    assert int(batch) == 16
+    assert "plan.pipeline" not in advice(*settings[:-1], f"train.global_batch={batch}")
+
+
 def test_the_interleaved_bubble_is_divided_by_the_chunks():
     (problem,) = [
         p

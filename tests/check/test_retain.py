@@ -16,8 +16,8 @@ def parts(named: dict[str, str]) -> str:
     ("settings", "said"),
     [
         ([parts({"mlp": "keep", "attention.cor": "host"})], 'Did you mean "attention.core"?'),
-        ([parts({"mlp": "host"}), "plan.recompute=full"], "a block keeps only its input"),
-        ([parts({"mlp": "host"}), "plan.recompute=segments:2"], "a block keeps only its input"),
+        ([parts({"mlp": "host"}), "plan.recompute=full"], "blocks keep only inputs"),
+        ([parts({"mlp": "host"}), "plan.recompute=segments:2"], "blocks keep only inputs"),
         ([parts({"attention.core": "host"}), "plan.recompute=selective"], "plan.recompute_parts recomputes it"),
         ([parts({"mlp.activation": "keep", "mlp": "recompute"})], "which contains it, is recomputed"),
         ([parts({"attention.core": "host"}), "plan.recompute=selective", "plan.recompute_parts=['attend']"], "which contains it"),

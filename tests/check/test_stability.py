@@ -12,6 +12,7 @@ from tests.check.runs import advice, errors, found, is_named
         (['stability.answers=["skip", "skip"]'], "stability.answers", "Use ['skip']"),
         (['stability.answers=["skip"]', "stability.watch=false"], "stability.answers", "Use stability.watch = true"),
         (['stability.answers=["rewind"]', "fleet.recover=false"], "stability.answers", "set checkpoint.every"),
+        (['stability.answers=["rewind"]', "plan.state.optimizer=disk"], "stability.answers", "Set checkpoint.every"),
     ],
 )
 def test_an_illegal_value_is_named_with_its_reason_and_a_way_out(settings: list[str], key: str, said: str) -> None:

@@ -12,7 +12,7 @@ def test_a_valid_run_is_described():
     result = call("check", "run.toml", "--set", "plan.data=2")
     assert result.exit_code == 0
     assert (
-        "first: no problems found: 2 ranks (data 2 x tensor 1 x pipeline 1), 32 microbatches a step, 8,192 tokens a step"
+        "first: no errors found: 2 ranks (data 2 x tensor 1 x pipeline 1), 32 microbatches a step, 8,192 tokens a step"
         in result.stdout
     )
 

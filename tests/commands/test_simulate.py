@@ -33,7 +33,7 @@ SIMULATE = ["simulate", "--cluster", "h100:64", "--days", "5", "--seeds", "2"]
 def test_a_simulation_is_a_table_a_picture_and_json():
     result = call(*SIMULATE, "--out", "pictures/goodput.svg")
     assert result.exit_code == 0, result.output
-    assert "8 nodes and 1 spare, a checkpoint every 30 minutes, copies in memory and buddy, 2 seeds" in result.stdout
+    assert "8 nodes and 1 spare, a checkpoint every 30 minutes, copies in memory and a buddy's memory, 2 seeds" in result.stdout
     assert "useful" in result.stdout
     assert Path("pictures/goodput.svg").read_text().startswith("<svg xmlns")
     said = json.loads(call(*SIMULATE, "--json").stdout)

@@ -33,7 +33,7 @@ def _said(number: int, steps: list[int], copies: tuple[Copy, ...] | OSError) -> 
         ([12, 11], STORE, "stop now and lose 1 step (the newest copy of the state is step 10 in store)"),
         ([12, 12], (*STORE, MEMORY), "stop now and lose only this step (the copy of step 12 in memory is kept)"),
         ([12, 12], (*STORE, Copy(Tier.MEMORY, 12, frozenset({0}))), "stop now and lose 2 steps"),
-        ([3, 3], (), "stop now and lose 3 steps (the newest copy of the state is the beginning)"),
+        ([3, 3], (), "stop now and lose all steps (there is no copy of the state)"),
         ([3, 3], OSError(errno.ESTALE, os.strerror(errno.ESTALE)), "(the copies cannot be listed at the moment)"),
         ([], STORE, "stop now"),
     ],

@@ -45,6 +45,13 @@ def test_all_branches_of_a_replica_read_the_same_samples_in_one_shape():
         assert spec.optimizer.lr == pytest.approx(1e-3 * trial.factor**0.5)
 
 
+def test_the_steps_that_a_refusal_names_are_accepted():
+    factors = [1.0, 1.5, 2.0]
+    with pytest.raises(ValueError, match=r"or --steps \d+\.$") as refused:
+        _trials(steps=5, factors=factors)
+    _trials(steps=int(str(refused.value).split()[-1].rstrip(".")), factors=factors)
+
+
 @pytest.mark.parametrize("changes", [{"factors": [1.0, 0.3]}, {"steps": 6, "factors": [1.0, 4.0]}])
 def test_a_batch_that_does_not_divide_the_samples_is_refused_with_a_way_out(changes):
     with pytest.raises(ValueError, match=r"does not divide the .* samples of a branch"):
@@ -75,7 +82,7 @@ def test_noise_decides_nothing_and_what_is_not_worse_has_no_end():
     assert {row.verdict for row in noisy.rows if row.factor > 1} == {"not decided"} and noisy.begins is None
     assert noisy.words.startswith("No batch above the run's own 8 sequences has a clear verdict")
     good = judge(_losses({1.0: 0.0, 2.0: 0.0}, 0.001), batch=8, seq_len=16, tolerance=0.005)
-    assert (good.critical, good.begins) == (16, None) and "No larger batch has a verdict" in good.words
+    assert (good.critical, good.begins) == (16, None) and "No larger batch has a clear verdict" in good.words
 
 
 def test_one_replica_has_no_error_and_says_so():

@@ -204,7 +204,7 @@ def test_figures_of_one_node_are_taken_for_several_like_it(tmp_path: Path):
         (
             {"count": 16, "in_turn": "true"},
             ["measured.ranks"],
-            "count = 16, but the measured ranks shared one machine's processors",
+            "count = 16: the measured ranks shared one machine's processors",
         ),
         ({"count": 4, "device": "cpu"}, ["measured.device", "measured.ranks"], "Measure with megalith doctor --calibrate"),
         ({"ranks": 0}, ["measured.ranks"], "greater than 0"),

@@ -142,7 +142,8 @@ def _two_readings(mscale: Any, all_dim: Any) -> list[str]:
     if (mscale and all_dim) or (mscale in (None, 1.0) and not all_dim):
         return []
     found = f"mscale = {_given(mscale)} with mscale_all_dim = {_given(all_dim)}"
-    return [f"{found}: transformers and DeepSeek read this differently. Give both, or mscale = 1.0 and mscale_all_dim = 0.0"]
+    way_out = "Set both to other values than 0, or mscale = 1.0 and mscale_all_dim = 0.0"
+    return [f"{found}: transformers and DeepSeek read this differently. {way_out}"]
 
 
 def _given(value: Any) -> str:

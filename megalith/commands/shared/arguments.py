@@ -45,7 +45,7 @@ class RunRequest:
         from megalith.spec.files import FILE  # specifications take 0.2 s to import
 
         if not run_dir.is_dir():
-            raise FileNotFoundError(f"{run_dir} does not exist. Give the folder of a run: the --run-dir of `megalith train`.")
+            raise FileNotFoundError(f"{run_dir} is not a folder. Give the folder of a run: the --run-dir of `megalith train`.")
         if not (run_dir / FILE).is_file():
             raise FileNotFoundError(f"{run_dir} holds no {FILE}: it is not a run folder. Give the --run-dir of a run.")
         return cls(run_dir / FILE, overrides, run_dir, saved=True)

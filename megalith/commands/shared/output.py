@@ -124,7 +124,7 @@ def print_failure(text: str, *, kind: str, as_json: bool, complete: bool = False
     console = Console(stderr=True, soft_wrap=True)
     console.print(f"[bold red]failed[/]  {escape(text)}", highlight=False)
     if not complete:
-        console.print("[dim]MEGALITH_TRACEBACK=1 shows where.[/]", highlight=False)
+        console.print("[dim]MEGALITH_TRACEBACK=1 in the environment shows where the error was raised.[/]", highlight=False)
 
 
 def print_problems(problems: "Sequence[Problem]", *, as_json: bool) -> None:

@@ -120,7 +120,7 @@ def sentences(found: "SitesJudgement") -> Iterator[str]:
     if found.same_end is not None:
         same = "the same bits as" if found.same_end else "other bits than"
         if found.law == "undisturbed":
-            yield f"the faults changed no merge: {same} the run without faults, in all sites"
+            yield f"the faults changed no merge: {same} the run without faults{', in all sites' * found.same_end}"
         else:
             yield f"the faults changed merges: {same} a replay of the recorded merges"
     yield f"samples: {found.lost} lost, {found.doubled} doubled"

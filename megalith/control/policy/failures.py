@@ -84,12 +84,17 @@ def nonfinite(state: State, observation: observations.Nonfinite, fleet: FleetSpe
     """Respond to a gradient that is not finite: repeat the step. If the repeated gradient is not finite either, another replica computes
     it: the numerics are the cause if the other replica gets the same result, and the rank's node if it gets finite numbers."""
     runs = state.reruns.get(observation.step, 0)
-    what = f"a gradient of {observation.name} is not finite in step {observation.step + 1} (rank {observation.rank} on {observation.node})"
+    what = (
+        f"a gradient of {observation.name} is not finite in step {observation.step + 1} (rank {observation.rank} on {observation.node})"
+        if observation.rank is not None
+        else f"in step {observation.step + 1}, each rank's gradients are finite, but their sum over the ranks, or its norm, is not"
+    )
     if runs == 0:
         state = replace(state, reruns={**state.reruns, observation.step: 1})
         return Decision((RerunStep(observation.step),), state, f"{what}: repeat the step")
     if observation.elsewhere == "reproduced":
-        seen = f"{what}; repeating the step and computing it on another replica gave the same result"
+        again = " and computing it on another replica" if observation.rank is not None else ""
+        seen = f"{what}; repeating the step{again} gave the same result"
         report = f"{seen}. The numerics are the cause, so a restart does not help. No weight was changed. {observations.NUMERICS}"
         return stop(state, [], ExitCode.FAILED, report, rank=observation.rank)
     if observation.elsewhere == "clean":
@@ -141,7 +146,7 @@ def gradient_wrong(state: State, observation: observations.GradientWrong, fleet:
             state,
             commands,
             ExitCode.FAILED,
-            f"{reason}: this is the {ordinal(times)} time, although different copies of the state were restored.",
+            f"{reason}: this is the {ordinal(times)} time, although a verified state was restored after each earlier time.",
         )
     return restart(state, commands, observation, fleet, reason=reason, source=source, blamed=known)
 

@@ -40,9 +40,11 @@ def preempted(state: State, observation: observations.Preempted, fleet: FleetSpe
     if slot is None:
         spares = tuple(node for node in state.spares if node != observation.node)
         return Decision(
-            (), replace(state, spares=spares), f"{observation.node}, outside the mesh, is taken away by the scheduler"
+            (),
+            replace(state, spares=spares),
+            f"{observation.node}, a node without ranks, got a signal to stop (as before a preemption)",
         )
-    reason = f"{observation.node} is taken away by the scheduler in {observation.grace:g} s"
+    reason = f"{observation.node} got a signal to stop (as before a preemption), and may have only {observation.grace:g} s left"
     if observation.node in state.leaving:
         return Decision((), state, f"{reason}, as is known")
     state = replace(state, leaving=(*state.leaving, observation.node))
@@ -125,7 +127,7 @@ def _welcome(state: State, observation: observations.NodeJoined | observations.H
         return Decision(
             (*commands, SaveState(fleet.wait_limit)),
             state,
-            f"{node} is back: the ranks save, and continue under the run's own plan",
+            f"{node} fills the last empty slot: the ranks save, and continue under the run's own plan",
         )
     return restart(state, commands, observation, fleet, reason=f"{node} fills the empty slot")
 

@@ -23,7 +23,9 @@ def restart(
     replaced at this restart."""
     leaving = state.leaving
     for node in leaving:
-        state, orders = evict(state, state.placement.index(node), observation, fleet, because="it is taken away", forced=True)
+        state, orders = evict(
+            state, state.placement.index(node), observation, fleet, because="it must leave the run", forced=True
+        )
         commands = [*commands, *orders]
     if source is None or leaving:  # pieces of the copy may be in the memory of nodes that left
         source = newest(state.copies, at_most=None if source is None else source.step) or BEGINNING
@@ -100,7 +102,7 @@ def after_failure(
     if times >= fleet.same_failure:
         report = (
             f"{reason}: this is the {ordinal(times)} time at step {observation.step}, the last time after restoring "
-            f"{state.restored}. Restoring other copies of the state did not help, so the fault is in {_where(blamed)}. "
+            f"{state.restored}. Starting again did not help, so the fault is probably in {_where(blamed)}. "
             "Look at the evidence of each failure; then start the same command again, or start from an earlier checkpoint."
         )
         return stop(state, commands, code, report, blamed=blamed, rank=rank)
@@ -125,4 +127,5 @@ def _where(blamed: str | None) -> str:
 
 def ordinal(number: int) -> str:
     """Return a number as an ordinal: first, second, third, 4th."""
-    return {1: "first", 2: "second", 3: "third"}.get(number, f"{number}th")
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return {1: "first", 2: "second", 3: "third"}.get(number, f"{number}{ending}")

@@ -55,7 +55,7 @@ def _started(state: State, observation: observations.Started, fleet: FleetSpec) 
     checks: list[Order] = [CheckHealth(node) for node in state.quarantined]
     if state.vacant and checks:
         empty = ", ".join(map(str, state.vacant))
-        reason = f"{', '.join(state.quarantined)} must pass a health check before slot {empty} can be filled"
+        reason = f"slot {empty} is empty, and {', '.join(state.quarantined)} must pass a health check to return"
         return Decision((*checks, Wait(fleet.wait_limit, state.vacant)), replace(state, waiting=True), reason)
     return restart(state, checks, observation, fleet, reason=f"start from {newest(state.copies) or BEGINNING}")
 
@@ -79,7 +79,7 @@ def _saved(state: State, observation: observations.Saved, fleet: FleetSpec) -> D
             grown = replace(state, shrunk=False, restored=source)
             return Decision((Grow(source, state.placement),), grown, "continue under the run's own plan")
         return restart(state, [], observation, fleet, reason="resume after the save")
-    return restart(state, [], observation, fleet, reason=f"{', '.join(state.leaving)} was taken away")
+    return restart(state, [], observation, fleet, reason=f"{', '.join(state.leaving)} must leave the run")
 
 
 def _stop_requested(state: State, observation: observations.StopRequested, fleet: FleetSpec) -> Decision:

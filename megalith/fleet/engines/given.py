@@ -98,7 +98,7 @@ def _ranks_per_node(
             "--nodes",
             nodes,
             reason,
-            "Give only one of --nodes and --ranks-per-node; the other one is computed from the plan.",
+            "Give only one of --nodes and --ranks-per-node, and neither if fleet.nodes > 1: the rest is computed from the plan.",
         )
     if asked is not None:
         return asked

@@ -76,7 +76,7 @@ def problems(spec: RunSpec, launch: Launch) -> list[str]:
         )
     if launch.spares and not launch.agent:
         found.append(
-            f"spares = {launch.spares}, but torchrun, which starts the ranks here, cannot use spare nodes. Use agents, or 0"
+            f"spares = {launch.spares}, but torchrun, which starts the ranks here, cannot use spare nodes. Use agent = True, or spares = 0"
         )
     if launch.gpus_per_node and launch.gpus_per_node < launch.ranks_per_node:
         found.append(

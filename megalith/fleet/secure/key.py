@@ -58,12 +58,18 @@ def path_in(run_dir: Path) -> Path:
 
 def given(environment: Mapping[str, str] = os.environ) -> Key | None:
     """Return the key that the launcher set, in MEGALITH_KEY or in the file that MEGALITH_KEY_FILE names; None if neither is set.
-    Raises NoKey for a key that is too short, or a file that other users may read.
+    Raises NoKey for a key that is too short, or a file that is missing or that other users may read.
     """
     if text := environment.get(VARIABLE, "").strip():
         return _checked(text, VARIABLE)
     if name := environment.get(FILE_VARIABLE):
-        return _checked(_read(Path(name)), name)
+        try:
+            return _checked(_read(Path(name)), name)
+        except FileNotFoundError:
+            raise NoKey(
+                f"{FILE_VARIABLE} names {name}, which does not exist. Make a key in the run folder with: megalith key RUN_DIR, and name "
+                f"its file, or set {VARIABLE}"
+            ) from None
     return None
 
 
@@ -157,6 +163,9 @@ def _read(path: Path, *, warn_only: bool = False) -> str:
         if open_to := stat.S_IMODE(found.st_mode) & 0o077:
             why = f"other users can access {path} (mode {stat.S_IMODE(found.st_mode):04o}, where {open_to:04o} is too much)"
             if not warn_only:
-                raise NoKey(f"{why}: it is not a secret. Remove it and make another key with: megalith key; or set {VARIABLE}")
+                raise NoKey(
+                    f"{why}: it is not a secret. Remove it, and make another key in the run folder with: megalith key RUN_DIR; or set "
+                    f"{VARIABLE}"
+                )
             print(f"warning: {why}: chmod 600 it", file=sys.stderr, flush=True)
         return file.read(_MAX_BYTES).decode("ascii", errors="replace").strip()

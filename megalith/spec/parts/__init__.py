@@ -145,8 +145,8 @@ def need(model: Any) -> None:
     imports nothing."""
     if missing := [name for name in named_by(model).values() if name not in PARTS]:
         raise own.OwnPartError(
-            f"the checkpoint's model has the own parts {', '.join(missing)}, and code that a checkpoint names is never "
-            f"imported. To import it, add {' '.join(f'--own {name}' for name in missing)}, or own={missing} in Python"
+            f"the checkpoint's model has the own parts {', '.join(missing)}, and code that a checkpoint names is not "
+            f"imported by itself. To import it, add {' '.join(f'--own {name}' for name in missing)}, or own={missing} in Python"
         )
 
 

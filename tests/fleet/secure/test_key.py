@@ -67,6 +67,11 @@ def test_what_is_too_short_or_no_text_is_no_key(tmp_path: Path, text: str, capsy
     assert key.of_run(tmp_path, {}) == key.shared(tmp_path, {}) == made
 
 
+def test_a_named_key_file_that_is_missing_is_an_error_with_a_way_out(tmp_path: Path) -> None:
+    with pytest.raises(NoKey, match=r"gone, which does not exist\. Make a key .* megalith key"):
+        key.given({FILE_VARIABLE: str(tmp_path / "gone")})
+
+
 def test_a_key_that_others_can_read_serves_no_port(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     key.make(tmp_path)
     key.path_in(tmp_path).chmod(0o644)
