@@ -150,8 +150,8 @@ def _variables(settings: list[str] | None) -> dict[str, str] | None:
 
 
 def _placed(artefact: "Artefact", out: str | None) -> LaunchResult:
-    """Return the launch for an artefact that is written to `out`, a file or a folder. The text and the command of the returned launch
-    name the written file by its path."""
+    """Return a launch file (such as a Slurm script) with its text and submit command, which name the file by the path to which it is
+    written: `out`, or a file in the folder `out`."""
     path = None if out is None else Path(out, artefact.file if out.endswith("/") or Path(out).is_dir() else "")
     submit = artefact.submit.replace(artefact.file, str(path)) if path else artefact.submit
     return LaunchResult(artefact.file, path, artefact.text.replace(artefact.submit, submit), submit)

@@ -101,7 +101,8 @@ Atlas = Annotated[
     bool,
     typer.Option(
         "--atlas",
-        help="Show a map instead: the best layout for each model (--model A,B,...) and number of nodes, up to the cluster's.",
+        help="Show a map instead: the best layout for each model (--model A,B,...) on up to seven numbers of nodes, from 1 to the "
+        "cluster's.",
     ),
 ]
 Guide = Annotated[

@@ -241,7 +241,7 @@ def ended(folder: Path, code: int, message: str, live_line: "LiveLine") -> Train
 
     page, why = report.report_if_any(folder)
     left = () if code in ORDERLY else tuple(clean.left_by(folder))
-    live = f"the live status line ended early: {live_line.failed}" if live_line.failed else ""
+    live = f"the live status line failed at least once: {live_line.failed}" if live_line.failed else ""
     return TrainResult(folder, code, message, page, tuple(filter(None, (live, why))), left, live_line.raised)
 
 

@@ -39,7 +39,7 @@ class SoftwareProfile:
     flash: Literal[1, 2] = 2
     """Generation of the fused kernel: the first has half the speed of the second (Dao 2023, arXiv:2307.08691, section 4)."""
     gradient_bytes: float = bytes_each([GRADIENT])
-    """Bytes of an accumulated gradient."""
+    """Bytes of the accumulated gradient of one parameter."""
     moment_bytes: float | None = None
     """Bytes that the optimizer keeps for a parameter, without its copy of the weight; None: as in the optimizer's row."""
     master_bytes: float = bytes_each([MASTER])
@@ -218,7 +218,7 @@ class Workload:
 
     @cached_property
     def gradient_bytes(self) -> float:
-        """Bytes of an accumulated gradient."""
+        """Bytes of the accumulated gradient of one parameter."""
         return self.software_profile.gradient_bytes if self.gradients == "fp32" else bytes_each([gradient(self.gradients)])
 
     @cached_property

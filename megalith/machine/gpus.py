@@ -173,7 +173,13 @@ def _judge_spoilt(gpu: Gpu, check: str) -> Finding:
     limit = "nothing to be replaced"
     value = f"{gpu.spoilt} rows or pages retired after uncorrected errors"
     if gpu.beyond_repair:
-        return Finding(check, "fail", f"{value}, and no spare rows are left", limit, f"Have the GPU at {gpu.place} replaced")
+        return Finding(
+            check,
+            "fail",
+            f"{value}; the GPU says that it cannot repair its memory",
+            limit,
+            f"Have the GPU at {gpu.place} replaced",
+        )
     if gpu.pending:
         return Finding(check, "fail", f"{value}, and more will be at the next reset", limit, f"Reset the GPU at {gpu.place}")
     return Finding(check, "ok", value, limit)

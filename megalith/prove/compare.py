@@ -117,7 +117,7 @@ def compare(expected: Recording, found: Recording, *, spec: RunSpec, limits: Reo
         ("loss, |difference|", losses, limits.loss),
         ("gradient norm, relative", norms, limits.norm),
         ("gradients, of the tensor's largest", grads, limits.gradient),
-        (f"weights after {len(steps)} steps, in learning rates", weights, limits.weights),
+        (f"weights after {len(steps)} steps, |difference| over the sum of learning rates", weights, limits.weights),
     ]
     return [Row(quantity, *worst(gaps, limit)) for quantity, gaps, limit in measured if gaps]
 

@@ -322,7 +322,8 @@ def attention_flops(q: Tensor, k: Tensor, v: Tensor, products: int, *, causal: b
 
 
 class Axes:
-    """Names process groups: by the axis of the mesh, else by the ranks. If several axes have the same group, for instance because
+    """Names process groups by the axis of the mesh. A group that is no axis of its own is recognised by its ranks ("pipeline" or
+    "context"), or is named "other". If several axes have the same group, for instance because
     one of them has all ranks, their names are joined: "world / dp_shard"."""
 
     def __init__(self, groups: Groups) -> None:

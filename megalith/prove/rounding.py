@@ -18,7 +18,7 @@ from math import log2
 import torch
 from torch import Tensor
 
-from megalith.prove.compare import Gap, Recording, Row, learning_rates, moved_tokens, router_gaps, worst
+from megalith.prove.compare import Gap, Recording, Row, cancelled, learning_rates, moved_tokens, router_gaps, worst
 from megalith.spec.numbers import Rounded
 from megalith.spec.run import RunSpec
 
@@ -61,11 +61,16 @@ def compare(exact: Recording, alone: Recording, found: Recording, *, spec: RunSp
         ("gradient norm, relative", [(abs(found.norms[s] / alone.norms[s] - 1), f"step {s + 1}") for s in alike], limits.norm),
     ]
     if len(alike) == len(steps):
-        rates = learning_rates(spec)
-        apart = [(float(_rms(found.weights[name] - alone.weights[name])) / rates, name) for name in exact.gradients[0]]
+        rates, cancelling = learning_rates(spec), cancelled(exact.gradients)
+        names = [name for name in exact.gradients[0] if name not in cancelling]
+        apart = [(float(_rms(found.weights[name] - alone.weights[name])) / rates, name) for name in names]
         measured += [
             ("routers' loads and biases, |difference|", router_gaps(alone, found), limits.router),
-            (f"weights after {len(steps)} steps, root mean square in learning rates", apart, limits.weights),
+            (
+                f"weights after {len(steps)} steps, root mean square difference over the sum of learning rates",
+                apart,
+                limits.weights,
+            ),
         ]
     return [Row(quantity, *worst(gaps, limit)) for quantity, gaps, limit in measured if gaps]
 

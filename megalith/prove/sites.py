@@ -117,7 +117,7 @@ def _apart(spec: RunSpec, here: list[RunSpec], sites: list[SiteRecording]) -> Ve
         rows += [replace(row, where=f"{row.where}, site {number}") for row in verdict.rows]
         tied += verdict.tokens_tied
     if not amplifies(spec.optimizer):
-        rows.append(Row("weights before merges, in learning rates", *worst(moved, limits.weights)))
+        rows.append(Row("weights before merges, |difference| over the sum of learning rates", *worst(moved, limits.weights)))
     rows.append(Row("weights after merges, numbers with other bits", *worst(other_bits, 0.0)))
     return Verdict(tuple(_worst_of_each(rows)), tied)
 

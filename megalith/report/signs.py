@@ -69,7 +69,7 @@ def _taking_turns(run: History) -> Iterator[str]:
 
 
 def _experts(run: History) -> Iterator[str]:
-    """Yield a sign if waiting for tokens dominates the time in the layers of experts. In the log, a wait for tokens interrupts a
+    """Yield a sign if waiting for tokens dominates the time of stages with experts. In the log, a wait for tokens interrupts a
     computation."""
     if run.plan is None or not run.spans or run.plan.expert == 1:
         return
@@ -77,8 +77,8 @@ def _experts(run: History) -> Iterator[str]:
     if waiting and waiting > MAXIMUM * (waiting + computing):
         share = percent(waiting / (waiting + computing))
         yield (
-            f"Waiting dominates the layers of experts: ranks spend {share} of the time in these layers waiting for tokens from "
-            f"{run.plan.expert} expert ranks. Keep expert ranks on fast links, or use larger microbatches or a schedule that "
+            f"Waiting for tokens dominates the stages with experts: ranks spend {share} of their forwards and backwards waiting for "
+            f"tokens from {run.plan.expert} expert ranks. Keep expert ranks on fast links, or use larger microbatches or a schedule that "
             f"computes another microbatch while tokens are sent (dualpipe, dualpipev)."
         )
 

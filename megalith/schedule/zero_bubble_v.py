@@ -10,9 +10,9 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
     """Build a schedule without bubble, if F, I and W take the same time, in which every rank has the peak memory of 1F1B.
 
     Rank r holds stages r and 2 * ranks - 1 - r, so the first rank also has the last stage, and a microbatch's backward starts on
-    the rank on which its forward began. The order is optimal if F = I = W (of one stage) and there are at least 2 * ranks - 1
-    microbatches. No rank then idles between its first and last computation, and each rank holds the activations of at most 2 *
-    ranks stages, which equal `ranks` microbatches of two stages each. With other times or fewer microbatches the schedule has
+    the rank on which its forward began. If F = I = W (of one stage) and there are at least 2 * ranks - 1 microbatches, the
+    order is optimal: no rank idles between its first and last computation, and each rank holds the activations of at most 2 * ranks
+    stages, which equal `ranks` microbatches of two stages each. With other times or fewer microbatches the schedule has
     some bubble. As with ZB-H2, ranks end one after the other.
     """
     full = max(microbatches, 2 * ranks - 1)  # the order is made for a full pipeline; microbatches that do not exist are dropped

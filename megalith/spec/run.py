@@ -90,8 +90,8 @@ class TrainSpec(Spec):
     seq_len: Annotated[PositiveInt, Thousand(1024)]
     precision: Trained = Field(
         default="bf16",
-        description="number format of the computation. With all formats, master weights, moments and reductions are in fp32 "
-        "by default. 8- and 4-bit formats apply to the inputs of matrix products; the trainer emulates them exactly",
+        description="number format of the computation. With all formats, master weights, moments and reductions of gradients are in "
+        "fp32 by default. 8- and 4-bit formats apply to the inputs of matrix products; by default the trainer emulates them exactly",
     )
     gradients: Literal["fp32", "bf16"] = Field(
         default="fp32", description="number format in which gradients are kept, and added up over microbatches and ranks"

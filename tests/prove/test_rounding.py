@@ -117,3 +117,13 @@ def test_a_model_without_routers_has_no_routing() -> None:
     rows = compare(exact, alone, alone, spec=SPEC, limits=LIMITS)
     assert not [row for row in rows if "rout" in row.quantity]
     assert len(rows) == 6
+
+
+def test_a_weight_whose_gradients_cancel_out_may_move_by_rounding() -> None:
+    """Adafactor divides such a gradient by its own size, as of a bias of keys."""
+    found = recording(rounded(1))
+    found.weights["expert"] = found.weights["expert"] + 0.5 * SPEC.optimizer.lr
+    assert not compare(EXACT, ALONE, found, spec=SPEC, limits=LIMITS)[-1].equal
+    cancelling = recording(TRUE * torch.where(EXPERT, 1e-9, 1.0))
+    last = compare(cancelling, ALONE, found, spec=SPEC, limits=LIMITS)[-1]
+    assert last.quantity.startswith("weights") and last.equal, last

@@ -20,7 +20,10 @@ from tests.full import only_full, sampled
 pytestmark = pytest.mark.slow
 torch.set_num_threads(1)  # a forked child hangs in OpenMP if its parent has used more than one thread
 
-MERGED, BEFORE = "weights after merges, numbers with other bits", "weights before merges, in learning rates"
+MERGED, BEFORE = (
+    "weights after merges, numbers with other bits",
+    "weights before merges, |difference| over the sum of learning rates",
+)
 ALIKE = "weights of sites, numbers with other bits"
 
 

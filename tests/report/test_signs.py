@@ -65,7 +65,7 @@ def test_waiting_that_dominates_the_experts(wait: float, seen: bool):
     def run(plan: Plan) -> list[str]:
         return signs(told(start(plan=plan), step(1), events.Spans(step=1, spans=mixture(wait))))
 
-    assert any("Waiting dominates" in sign for sign in run(Plan(data=4, expert=4))) == seen
+    assert any("Waiting for tokens dominates" in sign for sign in run(Plan(data=4, expert=4))) == seen
     assert run(Plan(data=4)) == []
 
 
