@@ -75,7 +75,7 @@ GRIDS = {
     "sgd": Grid(0.4, (0.0, 1e-3), {"momentum": 0.9}),
 }
 """Kind -> grid, around the values in docs/guide/optimizers.md and in the papers named there."""
-LARGE = {"adamw": GRIDS["adamw"]._replace(lr=8e-3), "lamb": GRIDS["lamb"]._replace(lr=3.2e-2), "ramp": GRIDS["adamw"]}
+LARGE = {"adamw": GRIDS["adamw"], "lamb": GRIDS["lamb"]._replace(lr=3.2e-2), "ramp": GRIDS["adamw"]}
 """The grids of `--part batch`. Rates grow roughly with the square root of the batch."""
 
 

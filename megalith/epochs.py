@@ -31,7 +31,7 @@ def newest(run_dir: Path, file: str) -> Path:
 
 
 def last(run_dir: Path) -> int:
-    """Return the newest epoch of a run folder, as its file names show."""
+    """Return the highest epoch (number of an owner) in the file names of a run folder; 0 if no name has a number."""
     return max((number for file in (*COPIED, *MOVED) for number in _there(run_dir, file)), default=0)
 
 

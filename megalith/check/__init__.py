@@ -1,5 +1,5 @@
-"""Rules over a run's description: errors that stop the run, and the field's advice. All problems are reported at once; no check needs
-torch.
+"""Rules over a run's description: errors that stop the run, and advice from common practice. All problems are reported at once; no check
+needs torch.
 
 A rule is a function from a Case to the problems that it finds. Each subject has a module of rules, and RULES has a row for each rule.
 `check.here` separately reports resources that one machine lacks for a run.

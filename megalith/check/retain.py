@@ -20,7 +20,7 @@ def _key(case: Case, part: str) -> str:
 
 
 def recomputation_names_what_exists(case: Case) -> Found:
-    """The keys for recomputation name only blocks and parts that exist."""
+    """The keys for recomputation name only parts that a block can have, and no more blocks than the model has."""
     plan = case.plan
     for key, named in (("plan.recompute_parts", plan.recompute_parts), ("plan.retain.parts", tuple(plan.retain.parts))):
         for part in (part for part in named if part not in PARTS):

@@ -86,7 +86,8 @@ Software = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="Software to predict: megalith, or, for comparison, megatron-te, megatron-core, torchtitan, pytorch, megatron-2021.",
+        help="Software to predict: megalith, or, for comparison, another, such as megatron-te or torchtitan. A wrong "
+        "name lists all.",
     ),
 ]
 Measured = Annotated[

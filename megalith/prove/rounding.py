@@ -119,11 +119,11 @@ def _scales(exact: Recording, alone: Recording, found: Recording, steps: Sequenc
 def _longer(ours: Tensor, theirs: Tensor) -> float:
     """Return how far the factor between `theirs` and `ours` is from 1, less CHANCE standard errors.
 
-    The factor comes from a regression through the origin on the mean of both. If `ours` and `theirs` differ only in their
-    roundings they are interchangeable, so the expected factor is 1. A regression on only one of the two would give a smaller
-    factor, because rounding errors in the regressor lower the slope. A rounded activation moves the gradients of a whole row or
-    column together, so the standard error is the largest of those by numbers, by rows and by columns (cluster-robust: Cameron,
-    Gelbach and Miller 2011, https://doi.org/10.1198/jbes.2010.07136).
+    The factor comes from a regression through the origin on the mean of both. If `ours` and `theirs` differ only in their roundings,
+    neither is longer on average, so the expected factor between them is 1. A regression on only one of the two would give a smaller factor,
+    because rounding errors in the regressor lower the slope. A rounded activation moves the gradients of a whole row or column together, so
+    the standard error is the largest of those by numbers, by rows and by columns (cluster-robust: Cameron, Gelbach and Miller 2011,
+    https://doi.org/10.1198/jbes.2010.07136).
     """
     apart, middle = ours - theirs, (ours + theirs) / 2
     size = middle.square().sum()

@@ -103,8 +103,8 @@ def _mfu(run: History, found: Summary) -> str:
 
 
 def _problems(run: History) -> list[Text]:
-    """Return the newest problems, oldest first, each as one line. Errors from which the run has recovered are left out, because the
-    rows of incidents contain them."""
+    """Return the newest problems, oldest first, each as one line. Errors before the newest start of the ranks, and all errors
+    of a finished run, are left out: the rows of incidents show them if a supervisor recovered the run."""
     lines = list[Text]()
     for problem in [one for one in run.problems if one.severity != "error" or not _is_over(one, run)][-10:]:
         colour = "red" if problem.severity == "error" else "yellow"

@@ -155,10 +155,10 @@ class Schedule:
 
     @cached_property
     def accumulates_in_order(self) -> bool:
-        """True if every stage adds up its gradients in the order of the microbatches. All such schedules give the same bits. I
-        completes the gradients of some weights, and W those of the others, so both I and W must be in order. Full backwards among
-        them must be in order too. Two copies of a stage have separate sums of gradients, which are added at the end in another
-        order.
+        """True if every stage adds up its gradients in the order of the microbatches. All such schedules give the same bits. I completes
+        the gradients of some weights, and W those of the others, so both I and W must be in order. Full backwards and I's, taken together,
+        must be in order too, and so must full backwards and W's. Two copies of a stage have separate sums of gradients, which are added at
+        the end in another order.
         """
         if self.mirrored is not None and self.mirrored < self.microbatches:
             return False

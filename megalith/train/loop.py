@@ -414,7 +414,7 @@ class Loop:
                 raise NotSavedError(f"the state after step {self.step} could not be saved: {failed.error}")
             if began is None:
                 began = time.monotonic()
-                words = f"saving the last checkpoint is retried every {AGAIN_SECONDS:g} s, for {more * AGAIN_SECONDS:g} s at most"
+                words = f"saving the last checkpoint is retried up to {more} times, {AGAIN_SECONDS:g} s after each failure"
                 self._warn(f"{words}. Make room in {self.checkpointer.folder}, or make its file system available again")
             time.sleep(AGAIN_SECONDS)
 

@@ -378,7 +378,7 @@ def choose_device(wanted: str, local_rank: int, local_world: int) -> torch.devic
         return torch.device("cuda", local_rank)
     if wanted == "cuda" or gpus:
         raise RuntimeError(
-            f"train.device = {wanted}: this machine has {local_world} ranks and {gpus} GPUs. Use one rank per GPU, or set "
+            f"train.device = {wanted}: this machine has {local_world} ranks, and PyTorch can use {gpus} GPUs. Use one rank per GPU, or set "
             'train.device = "cpu".'
         )
     return torch.device("cpu")

@@ -55,7 +55,9 @@ def test_fewer_gpus_than_ranks_are_an_error_on_every_rank(gpus, wanted, count, r
     """A5: under "auto" all ranks used the CPU without a message."""
     gpus(count)
     for rank in range(ranks):
-        with pytest.raises(RuntimeError, match=rf"{ranks} ranks and {count} GPUs\. Use one rank per GPU, or set train.device"):
+        with pytest.raises(
+            RuntimeError, match=rf"{ranks} ranks, and PyTorch can use {count} GPUs\. Use one rank per GPU, or set train.device"
+        ):
             choose_device(wanted, rank, ranks)
 
 

@@ -1,4 +1,5 @@
-"""Encodes weight differences in few bits. A block of `spec.sites.BLOCK` neighbouring elements of a whole tensor shares one fp32 scale.
+"""Encodes weight differences in few bits. A block of `spec.sites.BLOCK` successive values shares one fp32 scale. The values are
+all elements of a whole tensor or, with `sites.top_k`, only the chosen ones.
 
 With 8 or 4 bits, the scale is the block's largest magnitude divided by 127 or 7, and each element is rounded to the nearest multiple of the
 scale. With 2 bits, the scale is the block's root mean square, and each element is rounded to -1.5, -0.5, 0.5 or 1.5 times the scale. For

@@ -97,7 +97,8 @@ class OuterState:
             anchor.copy_(self.weight(name))
 
     def laid(self) -> dict[str, Tensor | OffDeviceShare]:
-        """Return the content of a checkpoint: each entry is a sharded tensor of the whole shape, or a share that is off the device."""
+        """Return the content of a checkpoint: shares of weights as sharded tensors of the whole shape or, off the device, as shares; other
+        entries as ordinary tensors."""
         own = "site."
         inner = self._inner.laid()
         found: dict[str, Tensor | OffDeviceShare] = {

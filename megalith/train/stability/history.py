@@ -206,7 +206,7 @@ class History:
         return replace(self, calm=self.calm + 1) if self.outside and self.calm + 1 < CALM else self.over()
 
     def over(self) -> "History":
-        """Return the history after the current spike has ended."""
+        """Return this history without a current spike. Its losses and norms are kept."""
         return replace(self, began=-1, outside=0, calm=0)
 
     def rewound(self, copy: "History", *, step: int, to: int, undone: int) -> "History":
