@@ -50,7 +50,8 @@ def state_fits(case: Case) -> Found:
             f"keeps at least {format_bytes(held)} of weights, gradients and moments a rank, but {name} has {format_bytes(memory)}"
         )
         way_out = cheapest(case.spec, lambda changed: rank_bytes(replace(case, spec=changed)) <= ROOM * memory)
-        axes = "plan.tensor, plan.pipeline or plan.data" if case.plan.zero else "plan.tensor or plan.pipeline"
+        data = "plan.data" if case.plan.zero else "plan.data with plan.zero = 3"
+        axes = f"plan.tensor, plan.pipeline or {data}"
         other = "Or raise" if way_out else "No combination of ZeRO, recomputation, fewer bits and offloading is enough. Raise"
         yield error(
             "plan.zero",

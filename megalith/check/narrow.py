@@ -55,7 +55,7 @@ def maxima_can_be_shared(case: Case) -> Found:
     if plan.expert_tensor > 1 and (cut := _narrow_experts(case)):
         share = "tensor" if whole else choices.granularity
         reason = f"cuts {cut}, whose weights have a scale for each {share}, but ranks that split an expert cannot share a scale"
-        other = _other(precision) if whole else 'granularity = "tile"'
+        other = _other(precision) if whole else 'precision.granularity = "tile"'
         yield error("plan.expert_tensor", plan.expert_tensor, reason, f"Use expert_tensor = 1, {other}, or {_NO_EXPERTS}.")
 
 

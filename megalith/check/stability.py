@@ -31,8 +31,9 @@ def rewinds_have_copies(case: Case) -> Found:
     elif not in_memory:
         reason = f"includes rewinds, but the run can only rewind to checkpoints, one every {spec.checkpoint.every} steps"
         way_out = (
-            f"{copies}: copies in memory are made every stability.keep_every steps."
+            f"{copies}: copies for rewinds are made in memory every stability.keep_every steps."
             if copies
-            else "Save more often, or keep the optimizer's state on the device or the host: state on disk has no copies in memory."
+            else "Save more often, or keep the state on the device or the host, with fleet.recover = true and fleet.memory_every = 1: "
+            "state on disk has no copies in memory."
         )
         yield advice("stability.answers", list(spec.stability.answers), reason, way_out)

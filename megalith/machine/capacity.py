@@ -68,8 +68,11 @@ def _memory_groups(proc: Path, groups: Path) -> Iterator[tuple[Path, float, floa
         for group in (root / inside, *(root / above for above in inside.parents)):
             limit, used = (_read(group / f"memory.{name}") for name in names)
             if limit.isdecimal():
-                cached = re.search(r"^(?:total_)?inactive_file (\d+)$", _read(group / "memory.stat"), re.MULTILINE)
-                yield group, float(limit), float(used or 0) - float(cached[1] if cached else 0)
+                stat = dict(re.findall(r"^(\w+) (\d+)$", _read(group / "memory.stat"), re.MULTILINE))
+                cached = stat.get(
+                    "total_inactive_file", stat.get("inactive_file", 0)
+                )  # version 1: `total_` counts groups below, too
+                yield group, float(limit), float(used or 0) - float(cached)
 
 
 def _read(path: Path) -> str:

@@ -66,10 +66,11 @@ def trials(
         for factor in factors:
             batch = now.global_batch * factor
             if batch != int(batch) or length % int(batch):
+                whole = all(now.global_batch * each == int(now.global_batch * each) for each in factors)
+                least = math.lcm(*(Fraction(each).limit_denominator(64).numerator for each in factors))
                 raise ValueError(
                     f"{factor:g} times the batch of {now.global_batch} does not divide the {length} samples of a branch "
-                    f"({steps} steps of the run's batch). Use other --factors, or --steps "
-                    f"{math.lcm(*(Fraction(each).limit_denominator(64).numerator for each in factors))}."
+                    f"({steps} steps of the run's batch). Use other --factors{f', or --steps {least}' * whole}."
                 )
             skip = replica * length
             branch = BranchSpec(
@@ -120,7 +121,7 @@ class Advice:
     rows: tuple[BatchJudgement, ...]
     tolerance: float
     critical: int
-    """The largest batch, in sequences, with a loss as good as with the run's batch."""
+    """The largest batch, in sequences, with a loss as good as with the run's batch; below `begins`, if any loss is worse."""
     begins: int | None
     """The smallest batch above the run's own whose loss is worse; None: no batch above the run's own is worse."""
 

@@ -106,7 +106,7 @@ def _words(request: ResolvedRequest, mine: Sequence[Own], learnt: LearnedSpread 
     """Return the evidence for an interval as text. The text names the ignored rows of the same software and machines."""
     where = f"{SOFTWARE[request.software].title} on {request.cluster.accelerator.name}"
     if learnt is None:
-        said = f"No row of --measured has such a model by {where}, so the interval is as wide as for any unmeasured software"
+        said = f"--measured gives no row of such a model by {where}, so the interval is as wide as for any unmeasured software"
         return f"{said}{f'; {far}' * bool(far)}"
     wrong = [mine[place] for place in learnt.wrong]
     followed = len(mine) - len(wrong)

@@ -377,11 +377,11 @@ def _exchange(plan: Plan) -> str:
 def _nothing(request: ResolvedRequest, found: SearchResult, scorer: Scorer) -> list[Problem]:
     """Return the reasons why there is no plan."""
     name = request.run.cluster
-    if found.closest is None:  # plans fit, and all were denied
+    if found.closest is None:  # there is no layout, or those that fit were all denied
         first = next(_plans(request, request.cluster), None)
-        return (request.problems(first) if first else []) or [
-            _problem(name, "no plan that fits passes megalith check", "Use more devices, or another global batch.")
-        ]
+        reason = "no plan that fits passes megalith check" if first else "no layout divides the model and the batch"
+        denied = request.problems(first) if first else []
+        return denied or [_problem(name, reason, "Use more devices, or another global batch.")]
     memory, limit = found.closest.estimate.memory, found.closest.estimate.limit or 0.0
     kinds = {key: value for key, value in vars(memory).items() if key not in ("rank", "host", "disk")}
     largest = max(kinds, key=lambda key: kinds[key])

@@ -129,7 +129,7 @@ def _longer(ours: Tensor, theirs: Tensor) -> float:
     size = middle.square().sum()
     factor = (apart * middle).sum() / size
     errors = _variances((apart - factor * middle) * middle)  # of what the factor does not explain
-    return float(factor.abs() - CHANCE * max(errors) ** 0.5 / size) if any(errors) else 0.0
+    return float(factor.abs() - CHANCE * max(errors) ** 0.5 / size) if theirs.numel() > 1 else 0.0
 
 
 def _variances(left: Tensor) -> list[float]:

@@ -52,6 +52,8 @@ def differences(runs: Mapping[str, History]) -> dict[str, tuple[Any, ...]]:
     """Return each key (except LABELS) whose value is not the same in all runs, with the value of each run."""
     flat = [dict(_leaves(run.spec)) for run in runs.values()]
     keys = dict.fromkeys(key for values in flat for key in values if key.partition(".")[0] not in LABELS)
+    tables = {key[:end] for key in keys for end, letter in enumerate(key) if letter == "."}
+    keys = [key for key in keys if key not in tables]  # a table that one run lacks, of which other rows have the keys
     found = {key: tuple(values.get(key, NOT_GIVEN) for values in flat) for key in keys}
     return {key: values for key, values in found.items() if any(value != values[0] for value in values)}
 
@@ -85,7 +87,7 @@ def render(runs: Mapping[str, History]) -> str:
     said = (
         html_table(["key", *runs], rows)
         if rows
-        else '<p class="none">The runs have the same values for all keys except `name`.</p>'
+        else '<p class="none">The runs have the same values for all keys except <code>name</code>.</p>'
     )
     body += f"<section><h2>Differences</h2>{said}</section>"
     return html_page(title, body)

@@ -46,7 +46,12 @@ def test_memory_is_the_machines_or_that_of_the_narrowest_control_group(
     [
         ("0::/job/step\n", {"job/step/memory.max": "max", "job/memory.max": f"{3 * 2**30}", "job/memory.current": f"{2**30}"}, 2),
         ("0::/\n", {"memory.max": f"{3 * 2**30}", "memory.current": f"{2**31}", "memory.stat": f"inactive_file {2**30}"}, 2),
-        ("4:memory:/job\n", {f"memory/job/memory.{name}_in_bytes": f"{2**30}" for name in ("limit", "usage")}, 0),
+        (
+            "4:memory:/job\n",
+            {f"memory/job/memory.{name}_in_bytes": f"{2**30}" for name in ("limit", "usage")}
+            | {"memory/job/memory.stat": f"inactive_file 0\ntotal_inactive_file {2**29}"},
+            0.5,
+        ),
         ("0::/job\n", {"job/memory.max": "max"}, float("inf")),
         ("0::/gone\n", {}, float("inf")),
     ],

@@ -153,7 +153,7 @@ def test_rows_of_another_stack_move_no_time_and_the_answer_says_so(tmp_path: Pat
     request = resolve(PlanRequest(**(WORDS | asked)))
     found, plain = confidence_of(request, rows), confidence_of(request)
     assert (found.factor, found.time) == (plain.factor, plain.time)
-    assert said in found.words and "No row of --measured has such a model by" in found.words
+    assert said in found.words and "--measured gives no row of such a model by" in found.words
     assert (found.memory != plain.memory) == ("software" not in asked)
 
 

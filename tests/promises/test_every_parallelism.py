@@ -53,13 +53,19 @@ if FULL:
             "plan.expert_tensor",
             "plan.expert",
         },  # no scale spans an expert's ranks; else the model is dense
-        ("tensor", "precision"): {"plan.overlap_tensor", "precision.kept"},  # nor pieces
+        ("tensor", "precision"): {"plan.overlap_tensor", "precision.kept", "plan.retain.parts"},  # nor pieces
         ("recompute", "precision"): {"plan.retain.parts"},  # attention in 8 bits is not recomputed
         ("zero", "state"): {streamed},
         ("pipeline", "state"): {streamed, "plan.zero"},
         ("state", "optimizer"): {streamed, lion},
         ("state", "precision"): {streamed, released},
-        ("sites", "precision"): {"train.precision", "precision.history", "optimizer.master", released},
+        ("sites", "precision"): {
+            "train.precision",
+            "precision.history",
+            "optimizer.master",
+            "sites.each.1.plan.retain.parts",  # its tensor ranks split a row into uneven tiles
+            released,
+        },
         ("pipeline", "precision"): {released, "plan.microbatch"},  # released gradients are those of one microbatch
         ("norm", "precision"): {released},
         ("phases", "precision"): {released},

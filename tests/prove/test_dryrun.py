@@ -314,6 +314,7 @@ TAKEN = (
 
 @sampled(1, together=True)
 @pytest.mark.slow
+@pytest.mark.timeout(7200)  # Mixtral 8x22B in full takes four minutes of an idle core
 @pytest.mark.parametrize(
     ("one", "fewer"), TAKEN, ids=lambda value: f"{value.recipe} {value.rank}" if isinstance(value, Shown) else ""
 )

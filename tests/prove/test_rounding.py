@@ -73,6 +73,7 @@ NAMES = {
         (recording(rounded(1), choices=(0, 3)), "routing"),
         (recording(rounded(1), loss=4.01), "loss"),
         (recording(rounded(1) * 7 / 8), "distance scale microbatch norm"),
+        (recording(TRUE * 0.0), "distance scale microbatch norm"),
         (recording(rounded(1) + 0.2), "distance"),
         (recording(rounded(1) * torch.where(EXPERT, 1.02, 1.0)), "scale"),
         (recording(rounded(1) + 0.02 * PARTS[0] - 0.02 * PARTS[1]), "microbatch"),

@@ -56,11 +56,14 @@ def test_runs_in_folders_of_one_name_are_distinguished_by_the_path_above(tmp_pat
 def test_equal_descriptions_are_said_to_be_equal(tmp_path: Path) -> None:
     runs = compare.read([_run(tmp_path / "one"), _run(tmp_path / "other", loss=1.0)])
     assert compare.differences(runs) == {}
-    assert "The runs have the same values for all keys except `name`." in compare.render(runs)
+    assert "The runs have the same values for all keys except <code>name</code>." in compare.render(runs)
 
 
 def test_a_branch_differs_from_the_run_that_it_left(tmp_path: Path) -> None:
-    one, other = _run(tmp_path / "one"), _run(tmp_path / "other", branch={"checkpoint": "one/checkpoints/4", "decay": 8})
+    one, other = (
+        _run(tmp_path / "one", branch=None),
+        _run(tmp_path / "other", branch={"checkpoint": "one/checkpoints/4", "decay": 8}),
+    )
     assert compare.differences(compare.read([one, other])) == {
         "branch.checkpoint": (compare.NOT_GIVEN, "one/checkpoints/4"),
         "branch.decay": (compare.NOT_GIVEN, 8),
