@@ -147,5 +147,5 @@ def test_a_training_that_does_not_finish_raises_its_status(monkeypatch: pytest.M
 def test_there_is_nothing_to_resume_or_open_where_nothing_was_trained() -> None:
     with pytest.raises(FileNotFoundError, match="no checkpoint here"):
         Run.load("run.toml").resume()
-    with pytest.raises(FileNotFoundError, match="does not exist"):
+    with pytest.raises(FileNotFoundError, match="is not a folder"):
         Run.open("nowhere")

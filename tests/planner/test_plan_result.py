@@ -199,7 +199,7 @@ def test_no_format_of_ours_is_predicted_to_be_faster_than_the_trainer_is():
         < seconds["bf16", "megalith"]
         < seconds["mxfp8", "megalith"]
     )
-    assert steps["mxfp8", "megalith"].gains is None and "rehearsed" in steps["mxfp8", "megalith"].assumption
+    assert steps["mxfp8", "megalith"].gains is None and "emulated" in steps["mxfp8", "megalith"].assumption
     assert steps["fp8", "megatron-te"].gains is None and steps["fp8", "megatron-te"].to_json()["choices"][0]["predicted_only"]
     assert steps["fp8", "megatron-te"].request.run.train.precision == "bf16"
 

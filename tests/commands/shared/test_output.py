@@ -54,7 +54,7 @@ def test_a_failure_is_one_line_and_status_1(as_json: bool):
     if as_json:
         assert json.loads(result.stdout)["kind"] == "FileNotFoundError"
     else:
-        assert "nowhere does not exist" in result.stderr
+        assert "nowhere is not a folder" in result.stderr
         assert "MEGALITH_TRACEBACK" not in result.stderr
 
 
