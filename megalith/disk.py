@@ -164,8 +164,8 @@ class Journal:
     """Appends lines to a file whose disk may be full or unavailable, or which may be deleted. Lines that cannot be written wait
     in memory, where only the newest `most` lines are kept. No method raises an OSError.
 
-    `renewed` returns the first lines for a new file after the old one was deleted, replaced or truncated. Its argument is True if
-    this journal made the new file. `existed`: the file's folder existed before.
+    `renewed` returns the first lines for a new file after the old one was deleted, replaced or truncated. The argument of
+    `renewed` is True if this journal made the new file. `existed`: the file's folder existed before.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class Journal:
             self._file = None
 
     def close(self) -> None:
-        """Write the waiting lines, and print the number that could not be written."""
+        """Write the waiting lines, and print the number of lines that could not be written."""
         self._flush()
         if self._waiting:
             print(f"the last {len(self._waiting)} lines of {self._path} could not be written", file=sys.stderr, flush=True)
@@ -270,8 +270,8 @@ def parse(line: str) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def if_available(path: Path | None = None) -> Iterator[None]:
-    """End the block without an exception on an OSError that may mean that a path is temporarily unavailable. `path` is then
-    reported as unavailable, but not again until it was available. Raises any other OSError."""
+    """End the block without an exception on an OSError that may mean that a path is temporarily unavailable. The first such error of `path`
+    is reported; later ones are not, until a block with `path` has ended without such an error. Raises any other OSError."""
     try:
         yield
         _UNAVAILABLE.discard(path)

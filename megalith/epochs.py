@@ -1,9 +1,9 @@
 """Separate file names for each owner of a run folder, so that late writes of an earlier owner are never read.
 
-A suspended owner may resume after another process has become the owner, and finish a write. Owners that may overlap in time
-therefore have different epochs. Files of epoch 0 have the plain names, `events.jsonl` and `checkpoints/`; epoch 2 writes
-`events-2.jsonl` and `checkpoints-2/`. Readers use the file of the highest epoch. A new epoch starts with the content of the
-previous epoch. Files are copied. Folders are renamed atomically, so that paths held by an earlier owner become invalid.
+A suspended owner may resume after another process has become the owner, and finish a write. Owners that may overlap in time therefore have
+different numbers, called epochs. Files of epoch 0 have the plain names, `events.jsonl` and `checkpoints/`; epoch 2 writes `events-2.jsonl`
+and `checkpoints-2/`. Readers use the file of the highest epoch, which is that of the newest owner. The first owner of an epoch starts with
+the content of the previous epoch: it copies files, and renames folders atomically, so that paths held by an earlier owner become invalid.
 """
 
 import errno
@@ -36,7 +36,8 @@ def last(run_dir: Path) -> int:
 
 
 def begin(run_dir: Path, epoch: int) -> None:
-    """Copy or move the previous epoch's content into a new one. If this process is killed meanwhile, its successor completes the work.
+    """Copy the files and move the folders of the previous epoch to their names in the new epoch. If this process is killed meanwhile,
+    its successor completes the work.
 
     Raises OSError, with the folder and a way out, if a folder cannot be renamed.
     """

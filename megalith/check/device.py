@@ -33,8 +33,8 @@ def tensor_stays_on_fast_links(case: Case) -> Found:
 
 
 def experts_stay_on_fast_links(case: Case) -> Found:
-    """Every layer of experts sends each token to its experts and back. Inside a domain of fast links these messages are fast; over the
-    network they limit the speed."""
+    """Every layer of experts sends each token to its experts and back. Inside a domain of fast links the tokens arrive fast; over
+    the network these messages limit the speed."""
     if case.cluster is None:
         return
     device, plan = case.cluster.accelerator, case.plan

@@ -166,8 +166,8 @@ def released_gradients_are_updated_by_parts(case: Case) -> Found:
 
 
 def disk_takes_the_state(case: Case) -> Found:
-    """State on disk fits into a writable folder. Such a run makes no copies of its state in memory, so a fault costs the steps since the
-    newest checkpoint."""
+    """State on disk fits into a writable folder. A run with state on disk makes no copies of its state in memory, so a fault
+    costs the steps since the newest checkpoint."""
     state, fleet = case.plan.state, case.spec.fleet
     if state.optimizer != "disk":
         return
@@ -349,7 +349,7 @@ def _saved_numbers(block: BlockSpec, dim: int) -> int:
 
 def _spared_numbers(case: Case, block: BlockSpec, number: int) -> float:
     """Approximate memory per token that a block saves by keeping tensors in 8 bits: inputs of products and of activations, and attention's
-    tensors. The result is a count of numbers in the compute format."""
+    tensors. The result is in numbers of the compute format, not in bytes."""
     assert case.model is not None
     choices, precision, spec, dim = case.spec.precision, case.spec.train.precision, case.spec, case.model.dim
     kept, spared = PRECISIONS["fp8"], 0.0

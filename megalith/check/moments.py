@@ -29,7 +29,7 @@ class Crossing(NamedTuple):
     numbers: int
     """The number of elements in the row."""
     share: int
-    """The largest number of the row's elements on one rank."""
+    """The number of elements of the row on the rank that holds the most."""
 
 
 def crossings(model: ModelSpec, plan: Plan, optimizer: OptimizerSpec) -> Iterator[Crossing]:

@@ -149,7 +149,7 @@ def blocks_become_wide(case: Case) -> Found:
 
 
 def dispatch_has_the_experts_numbers(case: Case) -> Found:
-    """Tokens are sent in the format to which experts round them, with scales under which they remain bf16 numbers."""
+    """Tokens are sent in the format to which experts round them, with scales for which bf16 represents the rounded values exactly."""
     choices, precision = case.spec.precision, case.spec.train.precision
     if choices.dispatch == "wide" or not is_narrow(precision):
         return
@@ -167,7 +167,7 @@ def dispatch_has_the_experts_numbers(case: Case) -> Found:
 
 
 def gradients_of_results_are_sent(case: Case) -> Found:
-    """Gradients of experts' results that are sent in 8 bits are rounded to nearest, before they are weighted."""
+    """Gradients of experts' results that are sent in 8 bits are rounded to nearest, before they are multiplied by routing weights."""
     choices, precision, key = case.spec.precision, case.spec.train.precision, "precision.combine_gradients"
     if choices.combine_gradients == "wide" or not is_narrow(precision):
         return

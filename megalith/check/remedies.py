@@ -21,8 +21,8 @@ class Change(NamedTuple):
 
     values: dict[str, Any]
     cost: int
-    """Combinations of changes with a lower sum are preferred. Roughly, free changes have the lowest values, followed by changes that cost
-    time, changes that cost accuracy, and changes that move state or activations to host or disk."""
+    """Combinations of changes with a lower sum of costs are preferred. Roughly, free changes have the lowest costs, followed by changes
+    that cost time, changes that cost accuracy, and changes that move state or activations to host or disk."""
 
 
 NONE = Change({}, 0)

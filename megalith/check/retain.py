@@ -41,7 +41,7 @@ def recomputation_names_what_exists(case: Case) -> Found:
 
 
 def activations_are_formed_again(case: Case) -> Found:
-    """Recomputing an activation saves memory only if the trainer decides whether the next product keeps its result."""
+    """Recomputing an activation saves memory only if the trainer decides whether the next product keeps the activation's result."""
     plan, parts = case.plan, case.plan.recomputed_parts
     named = [part for part in parts if part.endswith(".activation")]
     named = [part for part in named if part != EXPERTS_ACTIVATION or not plan.compile]  # experts are not compiled

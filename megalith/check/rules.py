@@ -53,7 +53,7 @@ def check(
     begun: bool = False,
     provenance: Mapping[str, str] | None = None,
 ) -> list[Problem]:
-    """Return every problem of a run, errors first. An empty list means that the run can start and follows the field's advice.
+    """Return every problem of a run, errors first. An empty list means that the run can start and follows common practice.
 
     `world` is the number of ranks that were started, if known. With `files=False` no rule reads files. A run that has `begun` resumes
     from its own checkpoints. `provenance` (from `spec.files`) names the source of each value. If the spec lacks values
@@ -74,7 +74,7 @@ def found_by(case: Case, subjects: Collection[str] | None = None) -> list[Proble
 
 
 def _of_its_site(spec: RunSpec, found: Sequence[Problem]) -> Found:
-    """Yield the problems. If the site's table sets a key of plan or cluster, the key gets the table's prefix."""
+    """Yield the problems. If this site's table sets a plan or cluster, problems of that plan or cluster get keys of the table."""
     moved = dict[str, str]()
     with suppress(AbsentError):
         if spec.sites is not None and spec.sites.plans:

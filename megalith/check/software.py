@@ -21,7 +21,7 @@ products have rounded factors. PyTorch 2.11 gives wrong gradients."""
 
 VOLTA = 7.0
 """Compute capability of a V100. From PyTorch 2.11 on, only the builds for CUDA 12.6 have kernels for the V100
-(pytorch/pytorch RELEASE.md, "PyTorch CUDA Support Matrix"); CUDA 13 supports 7.5 and above."""
+(pytorch/pytorch RELEASE.md, "PyTorch CUDA Support Matrix"); CUDA 13 supports compute capability 7.5 and above."""
 VOLTA_CUDA = (12, 6)
 
 

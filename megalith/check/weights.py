@@ -142,7 +142,7 @@ def _model(case: Case, start: Path, index: Index, meta: Mapping[str, Any]) -> Fo
 
 
 def _named_so(names: Collection[Change], changes: Collection[Change]) -> str:
-    """Return the part of a way out that tells how to name differences as intended; empty without differences."""
+    """Return the end of a suggested remedy, which tells how to name differences as intended; empty without differences."""
     return (
         f", or write train.init_from_changes = {literal(sorted({*changes, *names}))} if the difference is intended"
         if names
@@ -151,8 +151,8 @@ def _named_so(names: Collection[Change], changes: Collection[Change]) -> str:
 
 
 def _by_key(theirs: families.Model, ours: families.Model, found: Collection[Difference]) -> dict[str, tuple[Any, Any]]:
-    """Return the keys of `[model]` that cause these differences, each with both values. If the models are of two families, return the
-    fields of their parts instead."""
+    """Return the keys of `[model]` that cause the differences `found`, each with both values. If the models are of two families, return
+    the differing fields of the models' parts instead."""
     if type(theirs) is not type(ours):
         return {each.path: (each.before, each.after) for each in found}
     paths = {each.path for each in found}

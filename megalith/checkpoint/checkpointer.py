@@ -121,7 +121,7 @@ class Checkpointer:
         are not copied to memory: the checkpoint links or copies their files, and later updates write to new files. If the disk
         has no room for new files, the save is not asynchronous. `check` is called once the state is copied (if not
         `asynchronous`: before the state is read). An exception from `check` means that the state must not be saved: a checkpoint
-        needs the files of all ranks, so this step then gets none.
+        needs the files of all ranks, so this step gets no checkpoint.
         """
         job = _Job(step, began=time.monotonic())
         self._join()

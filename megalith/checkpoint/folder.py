@@ -42,8 +42,8 @@ class DamagedCheckpointError(ValueError):
 
 
 class AwayError(OSError):
-    """A checkpoint is temporarily unreadable. This checkpoint may be intact, so the run must neither use an earlier one nor start
-    over."""
+    """A checkpoint is temporarily unreadable. An unreadable checkpoint may still be intact, so the run must neither use an
+    earlier one nor start over."""
 
     exit_code = ExitCode.LOST
 
@@ -80,8 +80,8 @@ Index = dict[str, Entry]
 
 @dataclass(frozen=True)
 class Manifest:
-    """The files of a checkpoint. `order` counts commits. After a rewind, a run therefore resumes from a checkpoint saved since
-    the rewind, even if an older checkpoint is of a later step."""
+    """The files of a checkpoint. `order` counts commits. A run resumes from the last commit: after a rewind, from a checkpoint
+    saved since the rewind, even if an older checkpoint is of a later step."""
 
     step: int
     order: int
@@ -217,7 +217,7 @@ def describe(path: Path, *, check: bool = True) -> Description:
 
 
 def of_run(run_dir: Path) -> Path:
-    """Return the folder of a run's checkpoints: the one of the newest epoch (`megalith.epochs`)."""
+    """Return the folder of a run's checkpoints: of the folders of all owners, the one with the highest epoch (`megalith.epochs`)."""
     return epochs.newest(run_dir, FOLDER)
 
 

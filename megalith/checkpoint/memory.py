@@ -328,8 +328,8 @@ class Memory:
     # --- restoring ---
 
     def restore(self, source: Source) -> Label | None:
-        """Fill the state from `source`, whose tier says where the copy of this rank's state is. Return the copy's label; None if the copy
-        is in the store. All ranks must call this method together.
+        """Fill the state from `source`, whose tier says where the copy of this rank's state is. Return the label in the copy's header;
+        None if the copy is a checkpoint, which this method does not read. All ranks must call this method together.
 
         Copies of later steps are invalidated, because the run computes those steps again. Raises CopyError on the rank whose copy is
         damaged."""

@@ -33,9 +33,9 @@ def agent(request: RunRequest, *, console: Console, machine: str | None = None) 
     """Run one machine of a multi-node run, named `machine` (default: the host name). The machine either runs ranks or stands by as a
     spare.
 
-    Rank 0 of the engine also directs the run, shows its progress on `console`, and starts the process that sends alerts and feeds other
-    tools. Raises the errors of `train`, ValueError if neither an option nor an environment variable gives the address of the other
-    machines, TimeoutError if too few of them connect.
+    The agent that the launcher (torchrun, srun, ...) started as rank 0 also directs the run, shows its progress on `console`, and starts
+    the process that sends alerts and feeds other tools. Raises the errors of `train`, ValueError if neither an option nor an environment
+    variable gives the address of the other machines, TimeoutError if too few of them connect.
     """
     from megalith.check import node_ranks
     from megalith.check.sites import launched_alone

@@ -142,7 +142,7 @@ def _described(rows: Sequence[tuple[str, str]]) -> Table:
 
 
 def _table(findings: "Sequence[Finding]") -> Table:
-    """Return a table of findings, with limits and ways out."""
+    """Return a table of findings, with limits and suggested remedies."""
     table = Table("", "check", "found", "limit", "what to do")
     for one in findings:
         table.add_row(f"[{COLOURS[one.verdict]}]{one.verdict}[/]", one.check, escape(one.value), one.limit, escape(one.way_out))

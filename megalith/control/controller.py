@@ -1,4 +1,4 @@
-"""Continues a run through faults, by restarting its ranks. `megalith train` runs it on one machine.
+"""Continues a run through faults, by restarting its ranks. `megalith train` runs this controller on one machine.
 
 The controller collects observations, passes each to `policy.decide`, and carries out the commands that it returns. After a fault
 from which ranks do not recover by themselves, all ranks are killed, and started again from the newest complete copy of the state.
@@ -56,7 +56,7 @@ class _Open:
 
 class Controller:
     """Controls one run, from the first start of its ranks to the run's end. `store` lists the checkpoints that all nodes can
-    read. `notify` receives messages for the user. `epoch`: the epoch of the run folder's owner."""
+    read. `notify` receives messages for the user. `epoch`: the number in the file names of the run folder's owner (`megalith.epochs`)."""
 
     def __init__(
         self,
@@ -282,7 +282,7 @@ class Controller:
 
     def _after(self, watch: Watch, outcome: Outcome) -> list[TimedObservation]:
         """Return the observations that explain why a generation ended: lost nodes, else reports of ranks, else exits of ranks.
-        Other events, such as a repaired node, precede these observations."""
+        In the list, other events, such as a repaired node, precede the observations that explain the end."""
         late = [TimedObservation(one, one.time, {}) for one in watch.late_observations if not _is_ours(one, watch)]
         ended_by = [*self._seen, *(one for one in late if ends(one.observation))]
         news = [one for one in late if not ends(one.observation)]

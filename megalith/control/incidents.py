@@ -16,7 +16,7 @@ FOLDER = "incidents"
 def write(outcome: Outcome, run_dir: Path, *, number: int | None = None, epoch: int = 0) -> Outcome:
     """Write the record of a run's failure to a file, and return the outcome with the file's name. If there was no failure, or
     storage is unavailable, return the outcome unchanged. `number`: the incident's number in the event log; None: the next free
-    number. `epoch`: the epoch of the run folder's owner."""
+    number. `epoch`: the number in the file names of the run folder's owner (`megalith.epochs`)."""
     if outcome.first_cause is None:
         return outcome
     folder = run_dir / epochs.name(FOLDER, epoch)

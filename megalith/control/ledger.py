@@ -1,6 +1,6 @@
 """Accounts of a run's time, and of the cost of each incident, computed from the event log alone. Every moment between the first
-and the last event is assigned to exactly one cause, so the seconds of all causes add up to the wall time. Names follow Google's
-ml-goodput library, but detection and recovery are separate causes.
+and the last event is assigned to exactly one cause, so the seconds of all causes add up to the wall time. The causes' names follow
+Google's ml-goodput library, but detection and recovery are separate causes.
 """
 
 from bisect import bisect_left, bisect_right
@@ -184,8 +184,8 @@ def _recoveries(events: Iterable[Event]) -> dict[int, Recovery]:
 
 
 def _of_pauses(events: Sequence[Event]) -> list[Interval]:
-    """Return the intervals in which training paused. Each interval ends at its event; for the wait for a save, this is only an
-    approximation."""
+    """Return the intervals in which training paused. Each interval ends when its event was logged; for the wait for a save,
+    this is only an approximation."""
     found = []
     for event in events:
         match event:

@@ -25,8 +25,8 @@ class NodeRecord:
 
 @dataclass(frozen=True)
 class Standing:
-    """Status of a node. `quarantined`: time at which it was excluded; None: it may be used. `faults`: (time, detail) of each
-    fault since the node last passed a check, oldest first."""
+    """Status of a node. `quarantined`: time at which the node was excluded; None: the node may be used. `faults`: (time,
+    detail) of each fault since the node last passed a check, oldest first."""
 
     node: str
     faults: tuple[tuple[float, str], ...] = ()

@@ -43,8 +43,8 @@ class TimedObservation:
 
 
 def ends(observation: Observation) -> bool:
-    """True if this observation ends the generation. It does not end the generation if the ranks recover by themselves, by
-    repeating the step or by reading another copy of a shard."""
+    """True if this observation ends the generation. An observation does not end the generation if the ranks recover by
+    themselves, by repeating the step or by reading another copy of a shard."""
     if isinstance(observation, observations.DataDamaged):
         return observation.other_copy is None
     if isinstance(observation, observations.Nonfinite):

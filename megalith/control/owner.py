@@ -130,7 +130,7 @@ class Owner:
 
     def check(self) -> None:
         """Raise TakenError if another process owns the folder now, or LeaseError if the lease could not be renewed for too long.
-        The caller must then stop all ranks."""
+        After either error, the caller must stop all ranks."""
         if self._taken:
             raise TakenError(self._taken)
         silence = time.monotonic() - self._renewed
@@ -152,7 +152,7 @@ class Owner:
 
     def regain(self, *, seconds: float) -> None:
         """Wait until the lease can be renewed; no rank may run during the wait. Raises TakenError if another process owns the
-        folder then, and LeaseError after `seconds`."""
+        folder after the wait, and LeaseError after `seconds` of waiting."""
         until, self._idle = time.monotonic() + seconds, True
         while time.monotonic() < until:
             began = time.monotonic()
@@ -201,8 +201,8 @@ class Owner:
 
 @contextlib.contextmanager
 def hold(run_dir: Path, *, wide: bool = False) -> Iterator[Owner]:
-    """Own a run folder while the block runs. The caller must not write to the folder before. `wide`: the ranks will be on several
-    machines.
+    """Own a run folder while the block runs. The caller must not write to the folder before the block. `wide`: the ranks will be on
+    several machines.
 
     Raises InUseError, with the owner's process, host and time, if another process owns the folder; the folder is then unchanged.
     If the last owner may still run on another machine, the call takes as long as that owner's lease. Raises OSError if the folder

@@ -200,8 +200,8 @@ class Watch:
         return (running if self._is_over(limit, self._watched - self._beat_at) else []), limit
 
     def _is_over(self, limit: float, silence: float) -> bool:
-        """True if the silence exceeds `limit` and a lack of processors does not explain it: ranks that were ready to run for most
-        of the last half limit are not hung."""
+        """True if the silence exceeds `limit` and a lack of processors does not explain it: ranks that were ready to run, but had
+        no processor, for most of the last `limit` / 2 seconds are not hung."""
         if silence < limit / 2:
             self._queued = None
             return False

@@ -110,11 +110,11 @@ def choose(
     also choose the keys of SPARSE and `eager`, if the run file leaves them out.
 
     Loss grows with the interval, so the shortest interval is chosen with which sites compute for the share GOOD of the time at HEADROOM
-    of the link's rate; then the most bits, the least overlap, and the fewest fragments. If this interval exceeds MAX_INTERVAL, runs of at
-    least MIN_ROUNDS rounds get the sparse method. If no interval reaches GOOD, because a round trip takes many steps, sites are eager; if
-    eager sites do not reach GOOD either, the method with the highest share of computing time is chosen. `rounds_well`: True if 2 bits
-    suffice for differences, as with Muon (Thérien et al. 2025, arXiv:2505.23725). `longest`: the number of steps of the run, which is the
-    largest possible interval.
+    of the link's rate; then the most bits, the least overlap, and the fewest fragments. If the chosen interval would exceed MAX_INTERVAL,
+    runs of at least MIN_ROUNDS rounds get the sparse method. If no interval reaches GOOD, because a round trip takes many steps, sites
+    are eager; if eager sites do not reach GOOD either, the method with the highest share of computing time is chosen. `rounds_well`: True
+    if 2 bits suffice for differences, as with Muon (Thérien et al. 2025, arXiv:2505.23725). `longest`: the number of steps of the run,
+    which is the largest possible interval.
     """
     assert sites.link is not None
     counted_on = sites.link.model_copy(update={"megabits": HEADROOM * sites.link.megabits})

@@ -1,4 +1,4 @@
-"""Stand-ins for attention cores, norms and other operations during a trace. On a device each of these operations is one fused kernel, or,
+"""Stand-ins for attention cores, norms and other operations during a trace. On a device each replaced operation is one fused kernel, or,
 before FlashAttention, a chain of small kernels.
 
 On the meta device torch would choose its plain attention, which keeps several times as many bytes as a fused kernel.

@@ -1,7 +1,7 @@
 """Errors of predictions, and their reduction by a few measured rows. No torch.
 
-A *stack* is software on machines that one source measured. Predictions of its rows are wrong by a common factor, times a
-factor of each row:
+A *stack* is software on machines that one source measured. Predictions of a stack's rows are wrong by a common factor, times
+a factor of each row:
 
     log(measured / predicted) = bias + term of the stack (of deviation `between`) + term of the row (of deviation `within`)
 
@@ -167,7 +167,7 @@ def _deviations(groups: Mapping[str, Sequence[float]]) -> Spread:
     equal weight, so that no single bad group determines them. `within` is the root mean square of the deviations inside groups of more than
     two rows.
 
-    `between` is for a stack outside of these groups, so it includes the uncertainty of the bias.
+    `between` is for a stack that is in none of `groups`, so it includes the uncertainty of the bias.
     """
     middles = [median(logs) for logs in groups.values()]
     scatters = [_deviation(logs) for logs in groups.values() if len(logs) > 2]

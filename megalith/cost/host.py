@@ -1,6 +1,6 @@
 """Offloading to the host's memory and disk: bytes, and seconds of updates and transfers. Bytes and seconds follow from a device's share of
-the cluster file's `HostSpec`. Figures that a cluster file lacks, and all such figures of clusters from the catalogue, are assumed. No
-torch."""
+the cluster file's `HostSpec`. Figures of the host that a cluster file lacks, and all figures of hosts in the catalogue's clusters, are
+assumed. No torch."""
 
 from megalith.cost.workload import Workload
 from megalith.spec.cluster import ClusterSpec

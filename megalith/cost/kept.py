@@ -57,7 +57,7 @@ def write(path: Path | None, value: Any) -> None:
 
 @cache
 def code(*patterns: str) -> str:
-    """A digest of the modules of this package whose paths match."""
+    """A digest of the modules of this package whose paths match one of the patterns."""
     root = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in (path for pattern in patterns for path in sorted(root.glob(pattern))):

@@ -106,8 +106,8 @@ class Shares:
     @cached_property
     def worst_ranks(self) -> tuple[int, ...]:
         """A set of ranks that includes the rank with the peak memory: every rank outside the set has the same parts as a rank in the set,
-        and no more microbatches of any kind of chunk in flight, or between the halves of their backward, where a microbatch holds more if
-        blocks are recomputed."""
+        and no more microbatches of any kind of chunk in flight, or between the halves of their backward (between these halves, a
+        microbatch holds more if blocks are recomputed)."""
         found: dict[RankParts, dict[int, Counter[tuple[Chunk, bool]]]] = {}
         for rank, (here, flying, waiting) in enumerate(zip(self.held, self.flying, self.waiting, strict=True)):
             most = Counter[tuple[Chunk, bool]]()
@@ -152,8 +152,8 @@ def _program(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[Per
 
 
 def _most(row: Row, stages: Sequence[int], changes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return, for the moment at which a rank holds the most microbatches, how many each of its stages holds. `changes`: the change of this
-    number by an action of each kind."""
+    """Return, for the moment at which a rank holds the most microbatches, how many each of its stages holds. `changes`: by how much an
+    action of each kind changes the number of microbatches that a stage holds."""
     held, most, now, top = Counter[int](), Counter[int](), 0, 0
     for slot in row:
         # in an overlap both are there before either is freed
@@ -300,7 +300,7 @@ class _Own(NamedTuple):
 def numbers(workload: Workload, parts: Parts, here: RankParts) -> Numbers:
     """Return the number of weights that a pipeline rank holds.
 
-    On the embedding's rank, a tied head has only its norm in addition, and MTP modules share the embedding.
+    On the embedding's rank, a tied head adds only the weights of its norm, and MTP modules share the embedding.
     """
     tied = workload.model.head.tied and here.embedding and here.head
     return _numbers(parts, here, parts.head.weights - workload.model.dim if tied else 0)
@@ -363,7 +363,7 @@ def _graphed(workload: Workload) -> frozenset[int]:
 
 def _recorded(parts: Parts, here: RankParts, flying: tuple[int, ...], graphed: frozenset[int]) -> float:
     """Bytes that CUDA graphs of parts of blocks keep: gradients of their inputs and outputs, as in torch.cuda.make_graphed_callables.
-    Transformer Engine's graphs can share some of these gradients, but measurements agree with all gradients being kept."""
+    Transformer Engine's graphs can share some gradients of inputs and outputs, but measurements agree with all of them being kept."""
     if not graphed:
         return 0.0
     recorded = [sum(parts.blocks[kind].output * times for kind, times in chunk if kind in graphed) for chunk in here.chunks]
@@ -388,8 +388,8 @@ def _apart(workload: Workload, parts: Parts, here: RankParts, graphed: frozenset
 
 
 def non_torch(workload: Workload) -> float:
-    """Bytes of a rank outside of torch's allocator: context, a communicator for each axis, buffers of the experts' all-to-all. These
-    bytes are only known for NCCL."""
+    """Bytes of a rank outside of torch's allocator: context, a communicator for each axis, buffers of the experts' all-to-all. Bytes
+    outside of the allocator are only known for NCCL."""
     plan, software_profile = workload.plan, workload.software_profile
     if workload.cluster.accelerator.vendor != "NVIDIA":
         return 0.0

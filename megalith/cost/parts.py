@@ -195,8 +195,8 @@ class _Kind(NamedTuple):
 
 
 class _Kinds(NamedTuple):
-    """The distinct kinds of a model's blocks. `blocks`: for each block, the index of its kind in `distinct`. `inside`: the same while a
-    block's segment runs again."""
+    """The distinct kinds of a model's blocks. `blocks`: for each block, the index of its kind in `distinct`. `inside`: for each
+    block, the index of its kind while its segment runs again."""
 
     distinct: tuple[_Kind, ...]
     blocks: tuple[int, ...]

@@ -197,7 +197,8 @@ def _here(workload: Workload, traced: Parts, place: int) -> _Here:
 def _away(
     workload: Workload, traced: Parts, numbers: Sequence[int | None], cut: tuple[tuple[int, ...], ...]
 ) -> tuple[OffloadedBytes, ...]:
-    """Bytes that are offloaded in each part of a stage: only blocks are offloaded, and only the input of the first block of a segment."""
+    """Bytes that are offloaded in each part of a stage: only blocks are offloaded, and of each segment that is recomputed
+    as a whole, only the input of its first block."""
     retain, inside = workload.plan.retain, {number for run in cut for number in run[1:]}
     leaving = (None if number is None or number in inside or not retain.leaves(number) else number for number in numbers)
     blocks = (None if number is None else traced.blocks[number] for number in leaving)

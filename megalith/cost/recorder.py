@@ -39,7 +39,7 @@ SENT = frozenset(
     {"allreduce_", "_allgather_base_", "allgather_", "_reduce_scatter_base_", "reduce_scatter_", "alltoall_base_", "alltoall_", "send",
      "recv_", "broadcast_"}
 )  # fmt: skip
-"""torch's collectives and messages. A trace cannot send, because it has no other ranks."""
+"""torch's collectives and messages. A trace cannot run these operations, because it has no other ranks."""
 
 WHOLE = frozenset({"add", "sub", "mul", "neg", "cumsum", "floor_divide"})
 """Elementwise operations whose result is an integer if all inputs are integers."""

@@ -10,8 +10,8 @@ from megalith.spec.plan import AUTO
 
 
 def decided(workload: Workload) -> Workload:
-    """Return the workload with `segments:auto` replaced by the size that needs the least memory. Other workloads are returned
-    unchanged.
+    """Return the workload with `segments:auto` replaced by the size that needs the least memory. Workloads without
+    `segments:auto` are returned unchanged.
 
     A segment of K blocks keeps one input for K blocks, and the activations of all K blocks while it is recomputed (Chen et al. 2016,
     section 4.3). The best K therefore depends on the traced bytes of an input and of a block, and on the schedule's microbatches in

@@ -78,7 +78,7 @@ SOFTWARE: Mapping[str, Software] = {
 
 
 def software_profile_of(name: str, plan: Plan) -> SoftwareProfile:
-    """Return the profile of the software with this name under a plan. Megalith's trainer compiles blocks if the plan does;
-    other profiles do not depend on the plan."""
+    """Return the profile of the software with this name under a plan. Megalith's trainer compiles blocks if `plan.compile`
+    is set; other profiles do not depend on the plan."""
     found = SOFTWARE[name].software_profile
     return COMPILED_TRAINER if name == OURS and plan.compile else found

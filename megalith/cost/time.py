@@ -180,8 +180,8 @@ def _compiled(core: Core, *, ours: bool) -> Core:
 
 
 def core_flops(core: Core, *, causal_half: bool = True) -> float:
-    """Return the equivalent FLOPs at a kernel's full rate. These FLOPs exceed the real FLOPs, because blocks on the diagonal are computed
-    whole and short sequences occupy few processors."""
+    """Return the equivalent FLOPs at a kernel's full rate. The equivalent FLOPs exceed the real FLOPs, because blocks on the diagonal are
+    computed whole and short sequences occupy few processors."""
     return core.flops * (0.5 if causal_half else 1.0) * (core.queries + 256) / core.queries
 
 
@@ -259,8 +259,8 @@ def _lag(
     """Return the seconds that the device waits for the host. The host works ahead, so only the slower of host and device counts.
 
     In the forward of a layer of experts, the host cannot work ahead: it waits until the device knows how many tokens arrived, and only
-    then launches the experts' kernels. Earlier work of the device does not hide these launches. Backward reuses the numbers of tokens
-    from forward.
+    then launches the experts' kernels. In forward, earlier work of the device does not hide the launches of the experts' kernels. Backward
+    reuses the numbers of tokens from forward.
     """
     software_profile = setting.workload.software_profile
     around, inside = (setting.slower * seconds for seconds in _started(profile, phases, setting, format, ways))
@@ -319,7 +319,7 @@ _NOTHING = _Added(0.0, 0.0)
 
 def _added(profile: Profile, setting: Setting) -> _Added:
     """Return what it takes to add the gradients of a microbatch to the sums, in a kernel for each weight: of each number the gradient and
-    the sum are read, and the sum is written. A step's only microbatch has no sums; its gradients are copied if these have another format.
+    the sum are read, and the sum is written. Gradients of a step's only microbatch are not added, but copied if sums have another format.
     Under ZeRO 2 and 3 the sums are shards, which are not counted, but Megalith copies whole gradients before it reduces them."""
     workload, software_profile = setting.workload, setting.workload.software_profile
     sums, whole = workload.gradient_bytes, workload.plan.zero < 2

@@ -95,7 +95,7 @@ def _swap_mixers(module: nn.Module, block: BlockSpec, recorder: Recorder, layout
 
 
 def _forget_results(moe: Any, recorder: Recorder) -> None:
-    """Do not keep the experts' results that came back: where the experts are, they are computed again for the routing weights."""
+    """Do not keep the experts' results that came back: the experts' ranks compute the routing weights' gradients instead."""
     once = moe.unpermute
 
     def unpermute(rows: Tensor, weights: Tensor, order: Order) -> Tensor:

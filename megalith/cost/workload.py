@@ -57,11 +57,11 @@ class SoftwareProfile:
     """The unit of weights that ZeRO 3 gathers at a time: `block`, which prefetches the next block, or `module` (DeepSpeed). `rank` is for
     ZeRO 1: before the next step, the ranks broadcast their updated weights one after the other (InternEvo)."""
     reduces: Literal["microbatch", "run"] = "microbatch"
-    """When ZeRO 2 reduces a stage's gradients: after each microbatch, or after each run of successive microbatches of the
-    stage, during which gradients stay whole (Llama 3)."""
+    """When ZeRO 2 reduces a stage's gradients: after each microbatch, or after each group of microbatches that the stage
+    computes in succession, during which gradients stay whole (Llama 3)."""
     adds_gradients: bool = False
-    """True if a kernel for each weight adds the gradients of a microbatch to those of earlier ones; False: the product that computes them
-    adds."""
+    """True if a kernel for each weight adds the gradients of a microbatch to those of earlier ones; False: the product that computes
+    the gradients also adds them."""
     overlap_data: bool = True
     """True if gradient reductions and weight gathers overlap computation."""
     overlap_tensor: bool = True
@@ -205,8 +205,8 @@ class Workload:
 
     @property
     def reductions(self) -> int:
-        """Number of times in a step that ZeRO 2 reduces a stage's gradients. Under an interleaved schedule, a stage computes successive
-        microbatches in runs, with one microbatch for each pipeline rank."""
+        """Number of times in a step that ZeRO 2 reduces a stage's gradients. Under an interleaved schedule, a stage computes groups
+        of successive microbatches, each with as many microbatches as there are pipeline ranks."""
         if self.software_profile.reduces == "microbatch":
             return self.microbatches
         return 1 if self.plan.chunks == 1 else -(-self.microbatches // self.plan.pipeline)
@@ -244,8 +244,8 @@ class Workload:
 
     @cached_property
     def lasting(self) -> float:
-        """Share of the compute weights (under ZeRO 3, of a rank's shard) that stays in memory. Each gather casts the rest
-        from master weights."""
+        """Share of the compute weights (under ZeRO 3, of a rank's shard) that stays in memory. Each gather casts the
+        other compute weights from master weights."""
         if self.plan.zero < 3 or not self.software_profile.ours or self.width == 4 or self.halved:
             return 1.0
         return 0.0 if self.plan.state.weights_away else self.plan.state.away

@@ -2,8 +2,8 @@
 
 Shares are rounded to multiples of 1/65,536, so the sequence has a period of at most 65,536 samples. After any number n of samples, a
 domain with share w has had between n w - 1 and n w + 1 samples (Tijdeman 1980, "The chairman assignment problem": with k domains the gap
-stays within 1 - 1/(2k - 2)). The domain of sample n is therefore one look-up, and the number of earlier samples from this domain is the
-sum of whole periods and a second look-up. A mixture has no state, and any number of ranks get the same result.
+stays within 1 - 1/(2k - 2)). The domain of sample n is therefore one look-up, and the number of earlier samples from this domain is
+computed from the number of whole periods and a second look-up. A mixture has no state, and any number of ranks get the same result.
 """
 
 import heapq
@@ -65,8 +65,9 @@ def _round(weights: Sequence[float]) -> list[int]:
 def _spread(counts: Sequence[int]) -> npt.NDArray[np.int32]:
     """Return one period of domain numbers, int32 [sum(counts)]: Tijdeman's rule as earliest deadline first.
 
-    With k domains, a domain of share w may get its next sample once n w is 1/(2k - 2) ahead of its number of samples, and must get it
-    before n w is more than 1 - 1/(2k - 2) ahead. All times are whole numbers of samples, in integer arithmetic.
+    With n samples in all and k domains, a domain of share w may get its next sample once n w is 1/(2k - 2) ahead of the domain's
+    number of samples, and must get it before n w is more than 1 - 1/(2k - 2) ahead. The first and the last possible n are computed in
+    integer arithmetic.
     """
     period, kinds = sum(counts), sum(count > 0 for count in counts)
     parts = max(2 * kinds - 2, 1)

@@ -113,7 +113,8 @@ def _check_out(out: Path) -> None:
 
 
 def _record(sources: Sequence[Source], reading: Reading, shown: Bars) -> tuple[tuple[SourceRecord, ...], Unread]:
-    """Return records of the sources' contents, and their unread files. The extra pass over the sources is cheap compared with tokenization.
+    """Return a record of each source's content, and each source's unread files. To make the records, all sources are read once before
+    tokenization, which is cheap compared with tokenization.
 
     Raises DataError for a source that holds only text of other sources.
     """
@@ -143,7 +144,7 @@ def _differences(previous: Manifest, tokenizer: Tokenizer, options: Options, sou
 
 
 def _contents(sources: Sequence[SourceRecord]) -> list[SourceRecord]:
-    """Return the sources without `left_out`, which older manifests do not have."""
+    """Return the sources' records with an empty `left_out`, because older manifests do not have this field."""
     return [source.model_copy(update={"left_out": ()}) for source in sources]
 
 
@@ -304,7 +305,7 @@ class _Document:
 
 
 def _write_domain(folder: Path, name: str, found: Iterator[_Document], *, tokenizer: Tokenizer, options: Options) -> Domain:
-    """Divide the documents among the two splits. Each document is written once the next document is known to exist, because the last
+    """Divide the documents among the two splits. A document is written only after the next one has been read, because the last
     document is treated differently."""
     train, validation = (
         SplitWriter(

@@ -19,7 +19,7 @@ class Bars:
         self._progress = progress
 
     def start(self, what: str, *, total: int | None) -> TaskID:
-        """Start a bar over `total` bytes. None: the length is unknown, and the bar only moves and counts seconds."""
+        """Start a bar over `total` bytes. `total` None: the length is unknown, and the bar only moves and counts seconds."""
         return TaskID(0) if self._progress is None else self._progress.add_task(what, total=total)
 
     def advance(self, bar: TaskID, count: int) -> None:

@@ -331,8 +331,8 @@ def _blocks(lines: Iterable[str], how: str, minimum: int) -> Iterator[Sequence[s
 
 
 def _boundary(how: str, minimum: int) -> tuple[Callable[[str], bool], bool, int]:
-    """Return a function that tests if a line ends the document before it, True if this line becomes part of a document, and the minimum
-    length of a document."""
+    """Return three values: a function that tests if a line ends the document before it, True if such a line is itself part of a
+    document, and the minimum length of a document."""
     name, _, argument = how.partition(":")
     if how == "blank":
         return (lambda line: not line.strip()), True, minimum

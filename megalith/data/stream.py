@@ -6,9 +6,9 @@
   first tokens of documents are no targets). The last window is padded
   with end-of-text tokens that are no targets.
 - Which order: every epoch of a domain has its own permutation of its windows (`shuffle`).
-- Phases: mixture and sequence length may change at a sample. The current pass over a domain continues: the rest of its windows are read, in
-  the same order, in pieces of the new length. A pass therefore reads every token exactly once, whatever the sequence lengths. The
-  domain's next pass uses windows of the new length.
+- Phases: mixture and sequence length may change at a sample. When the length changes, the current pass over a domain continues: the rest of
+  its windows are read, in the same order, in pieces of the new length. A pass therefore reads every token exactly once, whatever the
+  sequence lengths. The domain's next pass uses windows of the new length.
 
 A stream has no state. The caller holds one number, the samples consumed. Any number of ranks can divide the next samples among themselves,
 and together read what one rank would read.
@@ -278,8 +278,8 @@ class Stream:
         )
 
     def check_same(self, saved: Mapping[str, Any], *, samples: int | None = None) -> None:
-        """Raise DataError with all differences from a saved `fingerprint`: after any difference, the same sample number would give
-        another sample. `samples`: number of samples consumed; phases that had not begun by then may differ. None: no phase may differ.
+        """Raise DataError with all differences from a saved `fingerprint`: after any difference, the same sample number would give another
+        sample. `samples`: number of samples consumed; phases that had not begun by then may differ. `samples` None: no phase may differ.
         """
         now = _begun(json.loads(json.dumps(self.fingerprint)), samples)
         saved = _begun(saved, samples)

@@ -2,7 +2,7 @@
 
 tiktoken reproduces a byte-level BPE that splits text by one regular expression and whose merges have tokens with rising ids: then "merge
 the pair with the lowest rank" (Sennrich et al. 2016) and "merge the pair whose token has the lowest id" (tiktoken) are the same rule.
-Regular expression engines may differ, so callers compare ids on text.
+Regular expression engines may differ, so callers compare the ids of tiktoken and `tokenizers` on some text.
 """
 
 import os

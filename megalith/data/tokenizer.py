@@ -175,9 +175,9 @@ def load(path_or_name: Path | str, *, end_of_text: str | None = None) -> Tokeniz
 
 
 def copy(source: Path, folder: Path, *, warn: Callable[[str], object] | None = None) -> None:
-    """Copy the files of the tokenizer in `source` that `folder` does not have with the same size, so that `folder` can be used by
-    itself. If a folder with content has the name of a file to copy, `warn` is called; without `warn` IsADirectoryError is
-    raised."""
+    """Copy those files of the tokenizer in `source` that are missing in `folder` or have another size there, so that `folder` can
+    be used by itself. If a folder with content has the name of a file to copy, `warn` is called; without `warn` IsADirectoryError
+    is raised."""
     for name in (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE):
         found, kept = source / name, folder / name
         if found.is_file() and not (kept.is_file() and kept.stat().st_size == found.stat().st_size):

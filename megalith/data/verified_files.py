@@ -177,8 +177,8 @@ def _words(error: Exception) -> str:
 
 
 class _Opened:
-    """A file that is read in pieces, and closed when no object refers to it any longer. Unlike a memory map, such a file survives
-    truncation."""
+    """A file that is read in pieces, and closed when no object refers to it any longer. If the file is truncated, `read` returns
+    fewer bytes; a memory map would end the process."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDONLY)

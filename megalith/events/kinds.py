@@ -121,7 +121,7 @@ class Merge(Event):
     """A fragment of the model was merged over all sites after `step` steps, from weight differences that sites sent after `sent`
     steps. `losses`: mean loss of each merged site over its last steps; None if the site has just started. `bytes_sent`,
     `bytes_received`: bytes of the first site. `waited`: seconds of the merge's `seconds` for which the first site's ranks waited
-    for other sites. `norm`: norm of the mean difference. `spread`: root mean square distance of the sites' differences from their
+    for other sites. `norm`: norm of the mean weight difference. `spread`: root mean square distance of the sites' differences from their
     mean. `merged`: the sites whose differences were merged. `sites`: number of all sites. `left`: sites that stop training at this
     merge. `joined`: sites that begin to train after this merge. `number`: number of earlier merges. `count`: number of sites among
     which later batches are divided. `samples`: samples that the merged weights were trained on, of the run's `total`. `mark`:
@@ -191,9 +191,9 @@ class Skipped(Event):
 
 @dataclass(frozen=True)
 class ReleasePaused(Event):
-    """With `plan.state.release`, the first pass of a step changes, because `clipped` of the last `window` updates were clipped.
-    `paused`: the first pass of later steps only measures the norm, and a second pass updates; False: the first pass updates
-    again."""
+    """With `plan.state.release`, the first pass of later steps gets another task (`paused`), because `clipped` of the last
+    `window` updates were clipped. `paused`: the first pass of later steps only measures the norm, and a second pass updates;
+    False: the first pass updates again."""
 
     kind: ClassVar[str] = "release"
     step: int

@@ -44,8 +44,8 @@ class EventLog:
             self._step = event.step
 
     def _begin_anew(self, made: bool) -> Iterator[bytes]:
-        """Yield the first lines for a log that was removed or emptied. `made`: this writer created the new file, and therefore
-        adds a warning."""
+        """Yield the first lines of the new log after the old one was removed or emptied. `made`: this writer created the new
+        file, and therefore adds a warning."""
         if made:
             words = f"{FILE} was removed or emptied during the run: earlier events are lost, and this is a new file"
             yield _line(Problem("warning", words))

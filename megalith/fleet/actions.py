@@ -94,8 +94,8 @@ def _newest_checkpoint() -> list[Path]:
 
 
 def _freeze_others() -> None:
-    """Stop this machine's other ranks (SIGSTOP) until the supervisor kills them. Otherwise another rank could still complete a
-    copy in the memory that this fault deletes, and the state would be restored from that copy."""
+    """Stop this machine's other ranks (SIGSTOP) until the supervisor kills them. If the other ranks ran on, one of them could
+    still complete a copy in the memory that this fault deletes, and the state would be restored from that copy."""
     import psutil  # which only this needs
 
     for process in psutil.Process(os.getppid()).children():
@@ -174,7 +174,7 @@ def make_room(*, but: int | None) -> None:
 
 
 def _kill_agent(one: Injection, rank_info: RankInfo) -> None:
-    """Kill this node's agent. The node's ranks die with it, and no process is left to report their deaths."""
+    """Kill this node's agent. The node's ranks die with the agent, and no process is left to report their deaths."""
     assert rank_info.agent is not None, "no agent supervises this rank"
     os.kill(rank_info.agent, signal.SIGKILL)
     time.sleep(60)  # it takes this process along

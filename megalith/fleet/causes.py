@@ -40,7 +40,7 @@ DEVICE_FAULTS = re.compile(
 
 An unspecified launch failure, a hardware stack error and an illegal memory access are left out, because according to these
 references, bugs in a program usually cause them. NCCL's ncclUnhandledCudaError is also left out, because its text quotes the CUDA
-error.
+error, to which this pattern applies.
 """
 
 

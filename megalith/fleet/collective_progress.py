@@ -1,6 +1,6 @@
 """Number of collectives that each rank has begun in each of its process groups, which shows the rank that the others wait for. A
-rank writes these numbers to its log on the signal that requests its stack. A separate thread writes them, because the main thread
-may be in a call that never returns. A stopped process (SIGSTOP) writes nothing.
+rank writes its numbers of collectives to its log on the signal that requests its stack. A separate thread writes the numbers,
+because the main thread may be in a call that never returns. A stopped process (SIGSTOP) writes nothing.
 """
 
 import json

@@ -40,10 +40,10 @@ def find(environment: Mapping[str, str] = os.environ, *, alone: bool = False) ->
     """Return the place of this process if it was started as a rank by Megalith's supervisor, torchrun, Slurm's `srun` or a
     launcher that sets RANK.
 
-    None: the process is not a rank, so it may start ranks. The result is also None in a Slurm batch script. Unless `alone`, it is
-    also None if srun or a launcher that sets RANK (but not torchrun) started only one process, which may then start ranks itself.
-    `alone`: a single process is also a rank, as an agent on a single machine is. Raises ValueError if the environment is
-    incomplete, because each process would otherwise train alone.
+    None: the process is not a rank, so it may start ranks. The result is also None in a Slurm batch script. Unless `alone`, the
+    result is also None if srun or a launcher that sets RANK (but not torchrun) started only one process, which may then start
+    ranks itself. `alone`: a single process is also a rank, as an agent on a single machine is. Raises ValueError if the
+    environment is incomplete, because each process would otherwise train alone.
     """
     if "MEGALITH_STORE" in environment:
         return _local(environment)

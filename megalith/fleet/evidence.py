@@ -98,9 +98,9 @@ def dumps(
 ) -> dict[int, str]:
     """Ask processes for their stacks, wait until the `able` processes have written them to their logs, and read all stacks. A
     rank that trains also writes its progress in collectives soon after its stack; the wait for this is short, because other
-    processes do not write it. `waited` returns the seconds for which each process has waited for a processor. This waiting time
-    does not count towards the limit `seconds`, because a rank without a processor cannot answer and would be blamed for another
-    rank's hang.
+    processes do not write it. `waited` returns the seconds for which each process has waited for a processor. The time for which
+    a process waits for a processor does not count towards the limit `seconds`, because a rank without a processor cannot answer
+    and would be blamed for another rank's hang.
     """
     before = {rank: size(log) for rank, log in logs.items()}
     expected, clock = list(able), _ProcessorClock(waited)

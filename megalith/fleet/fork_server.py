@@ -1,7 +1,7 @@
-"""The fork server, and its client in the supervisor. The server imports the ranks' modules once, then forks ranks in
-milliseconds, reaps them, and reports their ends. It is safe to fork, because it has one thread and no torch process group, store
-or accelerator context. A fork of a process with several threads would lack these threads and inherit their locks, which are then
-never released. The server reads commands from standard input and writes reports to standard output, one JSON object per line:
+"""The fork server, and its client in the supervisor. The server imports the ranks' modules once, then forks ranks in milliseconds, reaps
+them, and reports their ends. The server is safe to fork, because it has one thread and no torch process group, store or accelerator
+context. A fork of a process with several threads would lack these threads and inherit their locks, which are then never released. The
+server reads commands from standard input and writes reports to standard output, one JSON object per line:
 
     {"prepare": {"path": [...], "preload": [...]}}   ->  {"prepared": seconds}  or  {"problem": text}
     {"fork": {"job": path, "ranks": [...]}}          ->  {"forked": {rank: process id}}  or  {"problem": text}
@@ -201,8 +201,8 @@ class ForkServer:
         return Failure(None, reason, "", tail(output(self._log, self._generation)), self._log, at, ExitCode.LOST)
 
     def _orphans(self) -> list[Exit | Failure]:
-        """Return the ends of ranks after the server's end, which kills them. They are reported with SIGKILL, because their exit
-        statuses are unknown."""
+        """Return the ends of ranks after the server's end, which kills them. The ranks are reported as killed by SIGKILL, because
+        their exit statuses are unknown."""
         ended = [rank for rank in self.running() if not self._handles[rank].alive()]
         self._ended.update(ended)
         return [Exit(rank, -signal.SIGKILL, time.time()) for rank in ended]

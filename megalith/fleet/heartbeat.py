@@ -86,7 +86,7 @@ def _unpack(slot: bytes) -> Beat | None:
 
 
 class Heartbeat:
-    """A rank's own slot. Only that rank writes to it."""
+    """A rank's own slot. Only the rank that owns the slot writes to it."""
 
     def __init__(self, memory: mmap.mmap, offset: int) -> None:
         self._memory = memory

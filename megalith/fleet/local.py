@@ -56,8 +56,8 @@ def _unreachable(node: str) -> str:
 class LocalNodes:
     """The nodes of this machine. One fork server starts the ranks of all generations. `names`: the nodes, spares last. `memory`:
     folder that contains the nodes' copies of the state in memory (None: one node without copies). `disk`: folder that contains
-    their copies on disk (None: no copies on disk). If the run also has nodes on other machines, `meeting` is the store for the
-    rendezvous of all ranks ("megalith://HOST:PORT"), and `folder` (RUN_DIR/ranks by default) is a folder to which only this
+    the nodes' copies on disk (None: no copies on disk). If the run also has nodes on other machines, `meeting` is the store for
+    the rendezvous of all ranks ("megalith://HOST:PORT"), and `folder` (RUN_DIR/ranks by default) is a folder to which only this
     machine writes. The run's key is read, or made, if copies or messages must be authenticated.
     """
 
@@ -309,7 +309,8 @@ class LocalNodes:
                 copies.set_aside(root, order, placement=self._assignment.placement, world=self._job.ranks, key=secret)
 
     def check(self, node: str) -> None:
-        """Check a node's health in a separate thread, because the check takes seconds. Every node here is this machine."""
+        """Check a node's health in a separate thread, because the check takes seconds. Every local node is this machine, so the
+        check is of this machine."""
 
         def judge() -> None:
             there = node in self.there()

@@ -1,5 +1,5 @@
-"""Messages between a run's controller and its nodes' agents. They go through a store that only processes with the run's key can
-use. An unreadable message is dropped, counted and reported, but never ends the process that reads it.
+"""Messages between a run's controller and its nodes' agents. The messages go through a store that only processes with the run's
+key can use. An unreadable message is dropped, counted and reported, but never ends the process that reads it.
 """
 
 import json

@@ -30,8 +30,8 @@ class Generation:
 
 @dataclass(frozen=True)
 class RankInspection:
-    """State of a rank on request: the stack of its main thread ("" without an answer), and its progress. `begun`: number of
-    collectives begun in each of its process groups; `recorded`: descriptions of the last collectives. Both are empty if unknown.
+    """State of a rank on request: the stack of its main thread ("" without an answer), and its progress. `begun`: number of collectives
+    begun in each of its process groups; `recorded`: descriptions of the last collectives. `begun` and `recorded` are empty if unknown.
     """
 
     stack: str

@@ -72,7 +72,7 @@ class Hang(Observation):
 
 @dataclass(frozen=True, kw_only=True)
 class NodesLost(Observation):
-    """Machines no longer answer. Several are lost at once if they share a rack, a switch or a power supply."""
+    """Machines no longer answer. Several machines are lost at once if they share a rack, a switch or a power supply."""
 
     kind: ClassVar[str] = "nodes_lost"
     nodes: tuple[str, ...]

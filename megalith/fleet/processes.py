@@ -61,8 +61,8 @@ def kill_group(process: int) -> None:
 
 
 def environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment, changed so that a new interpreter imports the same megalith. The other module paths are
-    in the job file."""
+    """Return this process's environment, changed so that a new interpreter imports the same megalith. Ranks read this process's
+    other module paths from the job file."""
     root = str(Path(megalith.__file__).resolve().parent.parent)
     inherited = os.environ.get("PYTHONPATH")
     return os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{inherited}" if inherited else root} | dict(extra)
@@ -134,7 +134,7 @@ class FreshProcesses:
             process.send_signal(number)
 
     def show_stack(self) -> None:
-        """No-op, because the supervisor starts these ranks directly."""
+        """No-op: the supervisor itself starts the ranks, so no other process has a stack to show."""
 
     def close(self) -> None:
         self.send(signal.SIGKILL, self.running())

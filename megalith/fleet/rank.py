@@ -129,7 +129,7 @@ def open_log(assignment: Assignment, rank: int) -> None:
 
 
 def heeded() -> tuple[signal.Signals, ...]:
-    """Return the signals that request a stop of this process. SIGHUP is not one of them if it was ignored from the beginning
+    """Return the signals that request a stop of this process. SIGHUP is left out if it was ignored from the beginning
     (`nohup`)."""
     return tuple(number for number in REQUESTS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN)
 
@@ -170,7 +170,8 @@ def _write_error(path: Path, error: BaseException, phase: str) -> None:
 
 
 def call(assignment: Assignment, rank: int, beats: Heartbeat) -> int:
-    """Call the entry function and return the exit status. Write an exception to the log and to `rank-R.error.json`."""
+    """Call the entry function and return the exit status. If the function fails with an exception, write the exception to the log
+    and to `rank-R.error.json`."""
     try:
         beats.beat("import")
         entry = resolve(assignment.entry)

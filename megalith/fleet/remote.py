@@ -36,8 +36,8 @@ SURVEY_SECONDS = 60.0  # that agents may take to read all their copies in memory
 
 @dataclass
 class Member:
-    """An agent that joined. `number`: its number in the order of joining, from 1. `seen`: time, on this process's clock, at which
-    its heartbeat last changed."""
+    """An agent that joined. `number`: the agent's number in the order of joining, from 1. `seen`: time, on this process's clock,
+    at which the agent's heartbeat last changed."""
 
     number: int
     name: str
@@ -129,8 +129,8 @@ class RemoteNodes:
             self._unreadable.drop(where, error)
 
     def _turned_away(self) -> list[Observation]:
-        """Return observations of the nodes that failed their health check when they tried to join. These nodes may try to join
-        again later."""
+        """Return observations of the nodes that failed their health check when they tried to join. A node that was refused may
+        try to join again later."""
         found: list[Observation] = []
         while self._store.check([messages.refused_key(self._refusals + 1)]):
             self._refusals += 1
@@ -315,7 +315,7 @@ class RemoteNodes:
         self.leave(ExitCode.LOST, forget=forget)
 
     def leave(self, code: int, *, forget: bool) -> None:
-        """Make all agents exit with status `code`. `forget`: they also delete their copies of the state."""
+        """Make all agents exit with status `code`. `forget`: the agents also delete their copies of the state."""
         self.send(signal.SIGKILL, self.running())
         for member in self._members.values():
             member.orders.put({"leave": int(code), "forget": forget})

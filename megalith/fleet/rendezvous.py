@@ -1,8 +1,8 @@
 """Rendezvous of processes that a launcher started, through a key-value store that may still contain keys of earlier starts.
 
 The caller passes the store (torch's TCPStore, Megalith's own, or a dictionary in a test). Anybody who can reach the port of
-torch's TCPStore may write to it without authentication. So only an address or a name of a start is agreed on through it, and
-agents authenticate each other when they connect to the address.
+torch's TCPStore may write to it without authentication. Processes therefore agree through torch's store only on an address or a
+name of a start, and agents authenticate each other when they connect to the address.
 """
 
 import secrets

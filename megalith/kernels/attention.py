@@ -124,8 +124,8 @@ def add_backward(
     kernel: Kernel,
     scale: float,
 ) -> None:
-    """Add the gradients that come from the pairs of queries and keys in `rows` to `sums` (of q, k and v). `saved` is the gradient
-    of the output, q, k, v, out and lse."""
+    """Add the gradients that come from the pairs of queries and keys in `rows` to `sums` (of q, k and v). `saved` is the output's
+    gradient, then q, k, v, out and lse."""
     grad, q, k, v, out, lse = saved
     of_q, of_k, of_v = sums
     for queries, keys, pair in _parts(rows):

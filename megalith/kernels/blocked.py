@@ -1,8 +1,8 @@
 """Attention in bf16 as blocks of matrix products, for processors that multiply bf16 matrices fast. torch's fused CPU kernel uses
 the processor's matrix units only if it has AMX. On processors with only avx512-bf16, a plain matrix product is several times as
-fast as the products inside that kernel. In this module, one product computes the scores of a few hundred queries with all their
-keys. These scores stay in the cache, in fp32 as in the fused kernel. Exponentials are powers of two, which torch computes four
-times as fast.
+fast as the products inside torch's fused kernel. In this module, one product computes the scores of a few hundred queries with
+all their keys. These scores stay in the cache, in fp32 as in the fused kernel. Exponentials are computed as powers of two, which
+torch computes four times as fast as powers of e.
 
 Tensors are [batch, heads, seq, channels]. k and v may have fewer heads, each shared by consecutive heads of q; v may have another number of
 channels.
@@ -34,8 +34,8 @@ def pays(q: Tensor) -> bool:
 
 @contextlib.contextmanager
 def _bf16_products() -> Iterator[None]:
-    """Inside this context, products of fp32 matrices convert the factors to bf16, and add up and return fp32. These products are
-    exact here, because all factors are bf16 numbers."""
+    """Inside this context, products of fp32 matrices convert the factors to bf16, and add up and return fp32. The conversion to
+    bf16 changes no number, because all factors in this module are bf16 numbers."""
     matmul = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
     before = matmul.fp32_precision
     matmul.fp32_precision = "bf16"

@@ -70,9 +70,9 @@ def cross_entropy(
     """Compute `cross_entropy_plain` in chunks of `chunk` rows, with the gradients already in forward, while a chunk's logits are
     in memory. No logit is therefore computed twice, and no tensor of size tokens x vocab is kept.
 
-    With `reduce`, `weight` is this rank's rows [offset, offset + len(weight)) of the vocabulary (Megatron-LM, Shoeybi et al.
-    2019, §3). `multiply` computes the three products with `weight`. Only gradients, not losses, are multiplied by
-    `gradient_scale`. Gradients have a narrow format from here on, in which small values would otherwise become 0.
+    With `reduce`, `weight` is this rank's rows [offset, offset + len(weight)) of the vocabulary (Megatron-LM, Shoeybi et al. 2019, §3).
+    `multiply` computes the three products with `weight`. Only gradients, not losses, are multiplied by `gradient_scale`. Without
+    `gradient_scale`, small gradients would become 0 in the narrow format that gradients have from here on.
 
     `of_token`: a function for the loss of each token in place of cross-entropy; its loss is then also `Loss.nll`. The function
     gets whole rows of finished logits; `gather` joins them if the vocabulary is split. Raises ValueError if the function does not

@@ -17,7 +17,8 @@ from torch import Tensor
 
 @dataclass
 class Queue:
-    """The weight gradients of one backward that are not computed yet. `recomputed`: those of functions that run again wait too."""
+    """The weight gradients of one backward that are not computed yet. `recomputed`: weight gradients of functions that backward
+    runs again wait too."""
 
     recomputed: bool = False
     waiting: list[tuple[Tensor, Callable[[], Tensor]]] = field(default_factory=list)

@@ -14,7 +14,7 @@ ALIGNMENT = 16  # bytes that the strides of torch's grouped product are multiple
 
 
 class Sizes:
-    """The number of rows of each group, in order, on the host or only on the device. If the number is only on the device, code
+    """The number of rows of each group, in order, on the host or only on the device. If the numbers are only on the device, code
     that reads `host` waits for the device."""
 
     def __init__(self, counts: Tensor | Sequence[int]) -> None:

@@ -1,9 +1,9 @@
 """Master weights in two halves: the bf16 compute weight, and the remaining bits of the fp32 weight.
 
 The upper half is the master weight rounded to bf16 with ties away from zero: half a unit in the last place is added to the bits,
-and the lower 16 are cut off. The difference fits 16 bits exactly. With ties to even the difference would not fit: an even number
-would stand for both neighbouring ties, so for 65,537 numbers. If 8 bits of the difference are kept, a weight has 24 bits
-(FlashOptim, arXiv:2602.23349).
+and the lower 16 are cut off. The difference between the master weight and its upper half fits 16 bits exactly. If ties were
+rounded to even, the difference would not fit: an even upper half would stand for both neighbouring ties, so for 65,537 master
+weights. If 8 bits of the difference are kept, a weight has 24 bits (FlashOptim, arXiv:2602.23349).
 """
 
 import torch

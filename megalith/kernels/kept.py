@@ -1,7 +1,7 @@
 """High-precision products that keep their inputs for backward in 8 bits.
 
-Only the gradient of the weight needs the kept input, so 8 bits change neither forward nor the gradients of activations. The only
-exceptions are gradients through an activation function whose factors are kept in 8 bits too. A tile of a row shares a scale, the
+Only the gradient of the weight needs the kept input, so 8 bits do not change forward. Among the gradients of activations, 8 bits
+change only those through an activation function whose factors are kept in 8 bits too. A tile of a row shares a scale, the
 smallest power of two at which nothing saturates.
 """
 

@@ -2,7 +2,7 @@
 
 In 8 bits a row [..., n] is cut into blocks. A block consists of its codes in E4M3 and one byte of E8M0. The byte is the power of
 two by which the codes are multiplied, the smallest with which no number saturates. For a mean of squares, its root is stored.
-Ranks that split a tensor at the borders of blocks hold parts of the same bytes as a rank that holds all of it.
+Ranks that split a tensor at the borders of blocks hold together the same bytes as a rank that holds the whole tensor.
 
 Rounding is stochastic: a moment moves by a tenth or a hundredth of its distance from a gradient, so rounding to the nearest of few numbers
 would leave most moments unchanged (Gupta et al. 2015, arXiv:1502.02551, section 3). Draws are a function of the update and of an element's

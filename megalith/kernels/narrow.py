@@ -117,7 +117,7 @@ class Narrow(Multiply, ABC):
         self.layer = ""
         """The layer's name in the model."""
         self.first_output = 0
-        """Number of the first output of the layer that this rank has."""
+        """Index of the layer's first output that this rank computes."""
         self.partial = False
         """True if this rank's gradient of the outputs is only a partial sum."""
         self.microbatch = ALL

@@ -1,4 +1,5 @@
-"""Tensors in narrow formats: codes, and scales that blocks of codes share. This module defines their numbers, in plain torch.
+"""Tensors in narrow formats: codes, and scales that blocks of codes share. This module defines the codes and scales that a tensor
+gets, in plain torch.
 
 A block is a rectangle of a matrix [..., rows, columns]; it never spans several matrices. The last block of a row or column may be short. A
 number is its code's value times its block's scale, times the whole tensor's scale if there is one (NVFP4: arXiv:2509.25149, appendix B). A
@@ -48,8 +49,8 @@ class Scaling:
     saturate. `fp32`: the scale that maps the block's largest number to the format's largest. `e4m3`: the scale of `fp32` rounded
     to E4M3, and in addition one fp32 scale for the whole matrix."""
     saturates: bool = False
-    """True if `share` may return less than a block's largest number. Numbers that are then too large become the format's largest
-    number."""
+    """True if `share` may return less than a block's largest number. Numbers that are too large for the resulting scale become
+    the format's largest number."""
 
     @property
     def exact(self) -> bool:

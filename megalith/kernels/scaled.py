@@ -1,8 +1,8 @@
 """Products of 8-bit factors on GPUs that support them, by torch's `scaled_mm`.
 
-`quantise` defines the codes of these factors too; a compiler turns it into one pass over the numbers. The hardware adds up the
-products and rounds the sum once. Hopper keeps about 14 bits in the sum of 128 products (DeepSeek-V3, arXiv:2412.19437, section
-3.3.2)."""
+`quantise` also defines the codes of the 8-bit factors; a compiler turns `quantise` into one pass over the numbers. The hardware
+adds up the products and rounds the sum once. Hopper keeps about 14 bits in the sum of 128 products (DeepSeek-V3,
+arXiv:2412.19437, section 3.3.2)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,7 +1,7 @@
 """Health of this machine's GPUs, from `nvidia-smi`, the kernel's log and DCGM, if these are available.
 
-Some functions of this module run these programs; pure functions parse and judge their output. No function needs torch. All findings are
-`health.Finding`s.
+Some functions of this module run programs such as `nvidia-smi`; pure functions parse and judge the programs' output. No function needs
+torch. All findings are `health.Finding`s.
 """
 
 import json

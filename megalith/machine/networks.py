@@ -1,4 +1,4 @@
-"""Nodes on one machine as Linux network namespaces. In `joined`, each has one interface, at a common switch, so a node whose
+"""Nodes on one machine as Linux network namespaces. In `joined`, each node has one interface, at a common switch, so a node whose
 interface is down is really unreachable.
 
 A campaign of injected faults uses such namespaces to take a node's interface down without affecting other nodes. If `VARIABLE`

@@ -170,7 +170,7 @@ def relay(port: int, conditions: Conditions, *, host: str = "127.0.0.1") -> Iter
 
 @contextlib.contextmanager
 def _kept_up(work: Callable[[], None]) -> Iterator[None]:
-    """Do the work in a separate process while the block runs, because a thread would compete for Python's global lock."""
+    """Run `work` in a separate process while the block runs, because a thread would compete for Python's global lock."""
     process = os.fork()
     if process == 0:
         try:

@@ -126,7 +126,7 @@ def ssd(
 ) -> Float[Tensor, "batch seq heads channels"]:
     """Return y of the recurrence h_t = exp(decay_t) h_{t-1} + x_t b_tᵀ, y_t = h_t c_t (section 6 of the paper). Inside a chunk of `chunk`
     tokens, the recurrence is computed as attention without softmax; between chunks, states are passed on. The result does not depend on the
-    chunk length. h begins at 0 in every document. Heads of a group share b and c.
+    chunk length. The state h begins at 0 in every document. Heads of a group share b and c.
     """
     seq, groups = x.shape[1], b.shape[2]
     chunk = min(chunk, seq)

@@ -53,8 +53,8 @@ class Stage(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Use one parameter for all names that are tied to it, even if this stage lacks the part that owns it. Call it again after
-        `to_empty`, which allocates separate memory for each name."""
+        """Use one parameter for all names that are tied to it, even if this stage lacks the part that owns it. Call `tie` again
+        after `to_empty`, which allocates separate memory for each name."""
         tied, owners = tied_names(self.spec), dict[str, nn.Parameter]()
         for name, parameter in list(self.named_parameters()):
             owner = owners.setdefault(tied.get(name, name), parameter)

@@ -12,8 +12,8 @@ arXiv:2407.21783, section 3.3.2).
   them exchange keys (Fang and Zhao 2024, arXiv:2405.07719).
 
 For backward, ring and gather save only tensors of a rank's own part of the sequence. Ulysses alone saves tensors of all of the sequence,
-but only for the rank's own heads, which take as much memory. Ring and gather add up partial sums, log-sum-exps and the gradients of keys
-and values in fp32, and send these gradients in fp32.
+but only for the rank's own heads, which takes as much memory as a part of the sequence with all heads. Ring and gather add up partial
+sums, log-sum-exps and the gradients of keys and values in fp32, and send these gradients in fp32.
 """
 
 from collections.abc import Iterator, Sequence

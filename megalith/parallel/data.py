@@ -141,7 +141,7 @@ class Weight:
         return local(self.master).shape[self.dim]
 
     def write(self, into: Tensor) -> None:
-        """Copy the share that the next gather sends into the tensor `into`."""
+        """Copy into the tensor `into` the share that the next gather sends."""
         if self.source is None:
             into.copy_(local(self.master) if self._moved is None else self._moved)
         else:
@@ -273,7 +273,7 @@ class Bucket:
         self.probe: Probe | None = None
         self.observe: Observe | None = None
         self.done: Callable[[Bucket], None] | None = None
-        """Called when the parameters' gradients are reduced."""
+        """Function that is called when the reduction of the parameters' gradients is complete."""
         self.free()  # the weights to compute with are made from those kept, even if these are loaded later
 
     # --- weights ---
@@ -296,7 +296,8 @@ class Bucket:
             self._send(self._arriving)
 
     def _read(self) -> PendingGather:
-        """Begin to convert this rank's shares to the format in which they are gathered. With only one shard, the weights are then whole."""
+        """Begin to convert this rank's shares to the format in which they are gathered. With only one shard, `_read` writes the whole
+        weights."""
         formats = [weight.gathered_as if self.size > 1 else None for weight in self.weights]
         arrival = PendingGather(None)
         if self.size == 1:

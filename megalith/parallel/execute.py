@@ -277,7 +277,7 @@ class Executor:
     # --- saved tensors ---
 
     def _offload(self, action: Action, flight: _Flight) -> None:
-        """No-op: the previous computation has moved each block's saved tensors at the end of the block's forward."""
+        """No-op: the previous computation has moved each block's saved tensors off the device at the end of the block's forward."""
 
     def _fetch(self, action: Action, flight: _Flight) -> None:
         """Begin to bring back the saved tensors of the stage's last block. Each block's backward begins to bring back the saved tensors of

@@ -72,7 +72,7 @@ def _first_holder(parameter: nn.Parameter) -> bool:
 LARGE = 1 << 16
 """The largest number of squares that a CPU can sum in fp32 with a relative error below 1e-6."""
 ROW, ROWS = 4096, 256
-"""Larger tensors are cut into rows of ROW elements, and ROWS rows are summed at once."""
+"""Tensors of more than LARGE elements are cut into rows of ROW elements, and ROWS rows are summed at once."""
 
 
 class Norms(NamedTuple):

@@ -1,8 +1,8 @@
 """Small collectives of CPU tensors in one round of messages. In gloo, an all-gather over N ranks takes N - 1 steps around a ring, and an
 all-reduce takes twice as many; in each step every rank needs a CPU core. If ranks share a few cores, small collectives spend nearly all of
-their time waiting for a core (benchmarks/collectives.py). In this module, every rank sends its part to all others in one all-to-all. An
-all-gather or reduce-scatter then moves as many bytes as around the ring; an all-reduce moves N / 2 times as many. Terms are added in rank
-order, so that all ranks get the same bits.
+their time waiting for a core (benchmarks/collectives.py). In this module, every rank sends its part to all others in one all-to-all. In
+one round, an all-gather or reduce-scatter moves as many bytes as around the ring; an all-reduce moves N / 2 times as many. Terms are added
+in rank order, so that all ranks get the same bits.
 
 The module replaces the CPU kernels of torch's own operations, so code that calls or counts these operations does not change. For larger
 tensors, other reduction operators and other backends, torch's own code runs.

@@ -191,8 +191,8 @@ class _InPieces(nn.Module):
 class OverlappedForward:
     """The forward of a split module in which the exchanges at the module's boundary overlap its first and last products.
 
-    The module's own code does not change. The outputs of its first layers are computed before this code runs, and its last layer returns
-    this rank's share of the sum over the ranks.
+    The module's own code does not change. The outputs of the module's first layers are computed before the module's own code runs, and
+    the last layer returns this rank's share of the sum over the ranks.
     """
 
     def __init__(

@@ -354,9 +354,9 @@ class Runner:
             self._collect(number, reduce)
 
     def _set_aside(self, number: int) -> list[tuple[Weight, Tensor]]:
-        """Take the weight gradients that the first half of a microbatch's backward has already computed. With ZeRO 0 and 1, add them to the
-        sums over microbatches now. With ZeRO 2 and 3, return them for the second half of the backward: gradients are reduced separately for
-        each microbatch, and first halves of later microbatches run before this second half."""
+        """Take the weight gradients that the first half of a microbatch's backward has already computed. With ZeRO 0 and 1, add these
+        gradients to the sums over microbatches now. With ZeRO 2 and 3, return them, unadded, for the second half of the backward: gradients
+        are reduced separately for each microbatch, and first halves of later microbatches run before this second half."""
         weights = [weight for bucket in self.buckets[number] for weight in bucket.weights]
         if self.zero < 2:
             for weight in weights:

@@ -105,7 +105,7 @@ def rounding_of(choices: PrecisionSpec) -> Rounding:
 
 
 def apply_rounding(part: nn.Module, plan: Plan, choices: PrecisionSpec) -> None:
-    """Apply only those of the plan's actions that change numbers to the blocks in a part, for the single process with which a plan is
+    """Apply to the blocks in a part only those of the plan's actions that change numbers, for the single process with which a plan is
     compared."""
     for block in (module for module in part.modules() if isinstance(module, Block)):
         apply_actions(block, plan.rounding, rounding_of(choices))

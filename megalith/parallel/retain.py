@@ -1,10 +1,10 @@
 """Moves the tensors that blocks save for backward to the host's memory or to a file, and moves them back before the backward.
 
 Autograd passes each tensor that it saves to a hook (`torch.autograd.graph.saved_tensors_hooks`). At the end of a block's forward, the
-memory of these tensors moves to a tier. If several saved tensors are views of one memory, the memory moves once, to the place nearest to
-the device. Memory that the step needs anyway stays on the device: weights, buffers, and tensors of the microbatch. Tensors of a named part
-whose action keeps them on the device stay there too (`PlacedFunction`). Backward gets the same bits with the same strides, so it computes
-the same bits.
+memory of the saved tensors moves to a tier. If several saved tensors are views of one memory, the memory moves once, to the place nearest
+to the device. Memory that the step needs anyway stays on the device: weights, buffers, and tensors of the microbatch. Tensors of a named
+part whose action keeps them on the device stay there too (`PlacedFunction`). Backward gets the same bits with the same strides, so it
+computes the same bits.
 """
 
 import weakref
@@ -198,7 +198,7 @@ def unpack_saved(kept: Tensor | SavedTensor) -> Tensor:
 
 
 class Retention:
-    """The parts of a stage whose saved tensors leave the device, by their numbers, and the tiers for them."""
+    """The numbers of a stage's parts whose saved tensors leave the device, and the tiers for these tensors."""
 
     def __init__(self, parts: Mapping[int, nn.Module], tiers: Tiers, device: torch.device, *, rest: Place) -> None:
         """`rest`: the place for saved tensors that belong to no named part of a block."""

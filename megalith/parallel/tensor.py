@@ -142,8 +142,8 @@ def column(module: nn.Module, split: Split, owner: nn.Module) -> None:
 
 
 def row(module: nn.Module, split: Split, owner: nn.Module) -> None:
-    """Split the inputs of a linear layer, so that its outputs are partial sums. The boundary of `owner` adds up these sums, and then adds
-    the layer's bias."""
+    """Split the inputs of a linear layer, so that its outputs are partial sums. The boundary of `owner` adds up the partial sums of all
+    ranks, and then adds the layer's bias."""
     assert isinstance(module, Linear)
     share(module, "weight", split, dim=1)
     if module.bias is not None:
@@ -168,8 +168,8 @@ def replicated_inside(module: nn.Module, split: Split, owner: nn.Module) -> None
 
 
 def shared_heads(module: nn.Module, split: Split, owner: nn.Module) -> None:
-    """Split keys or values by heads. If there are fewer of these heads than ranks, every rank holds all of them and computes the one that
-    its queries need."""
+    """Split keys or values by heads. If there are fewer key or value heads than ranks, every rank holds all of these heads and computes the
+    one that its queries need."""
     assert isinstance(module, Linear) and isinstance(owner, Attention)
     heads, channels = module.out_features // owner.head_dim, owner.head_dim
     if heads % split.size == 0:
@@ -188,7 +188,7 @@ def own_heads(module: nn.Module, split: Split, owner: nn.Module) -> None:
 
 
 def separate_mesh(module: nn.Module, split: Split, owner: nn.Module) -> None:
-    """Do nothing: `parallel.expert` places these weights on a mesh of their own."""
+    """Do nothing: `parallel.expert` places the module's weights on a mesh of their own."""
 
 
 def _replicate(parameter: nn.Parameter, split: Split, *, partial: bool) -> None:
@@ -325,7 +325,8 @@ def vocabulary_output(module: nn.Module, split: Split, owner: nn.Module) -> None
 def split_own(module: nn.Module, declared: OwnModule, split: Split) -> None:
     """Split a user's own part as its row declares it (`spec.parts`): keep this rank's shares of split parameters, inside a boundary that
     adds up the outputs of the ranks. Other parameters are replicated. A norm, or an MLP without split parameters, works on activations
-    outside split modules. Every rank computes an attention without split parameters, and contributes an equal share of the result."""
+    outside split modules. If an attention has no split parameters, every rank computes all of it, and contributes its output divided by the
+    number of ranks."""
     if declared.kind == "norm" or (declared.kind == "mlp" and not declared.cuts):
         for name in declared.tensors:
             _replicate(module.get_parameter(name), split, partial=split.sequence)

@@ -17,7 +17,7 @@ from megalith.spec.phases import Phases
 from megalith.spec.run import BranchSpec, RampSpec, RunSpec
 
 T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
-"""Student's t for two-sided 95 % intervals with 1, 2, ... degrees of freedom; for more than listed, 2 is used."""
+"""Student's t for two-sided 95 % intervals with 1, 2, ... degrees of freedom; with more degrees than are listed, t is taken as 2."""
 
 Scaling = Literal["root", "linear", "none"]
 
@@ -121,7 +121,7 @@ class Advice:
     rows: tuple[BatchJudgement, ...]
     tolerance: float
     critical: int
-    """The largest batch, in sequences, with a loss as good as with the run's batch; below `begins`, if any loss is worse."""
+    """The largest batch, in sequences, with a loss as good as with the run's batch; batches above `begins` do not count."""
     begins: int | None
     """The smallest batch above the run's own whose loss is worse; None: no batch above the run's own is worse."""
 
@@ -148,8 +148,8 @@ class Advice:
 
 def judge(losses: Mapping[float, Sequence[float]], *, batch: int, seq_len: int, tolerance: float) -> Advice:
     """Return the advice from the losses of each factor's replicas, in the order of replicas; factor 1 is required. `batch`: the run's
-    batch, in sequences. The limit is the loss of the run's batch, plus its fraction `tolerance`. A loss is worse if its whole interval is
-    above the limit, and as good if no part of the interval is."""
+    batch, in sequences. The limit is the loss of the run's batch, times 1 + `tolerance`. A loss is worse if its whole interval is above the
+    limit, and as good if no part of the interval is above the limit."""
     own = losses[1.0]
     rows = list[BatchJudgement]()
     for factor in sorted(losses):

@@ -37,8 +37,8 @@ WIDEST = 72
 """Largest number of tensor ranks: the devices of the largest domain of fast links below a pod (NVL72)."""
 
 LONG = 16_384
-"""Tokens of a sequence. A context rank gets at least a quarter of this number, so context parallelism is tried for sequences of at least
-half this number."""
+"""Tokens of a sequence. A context rank gets at least a quarter of this number of tokens, so context parallelism is tried for sequences of
+at least half this number."""
 
 
 def searched() -> tuple[str, ...]:
@@ -106,7 +106,7 @@ def offloaded(plan: Plan, share: float) -> Plan:
 
 def retained(plan: Plan, blocks: int, shares: Iterable[float]) -> list[Plan]:
     """Return the plan with the activations of these shares of blocks in host memory, and then with all activations on disk.
-    Segments only keep inputs, which are all offloaded."""
+    If blocks are recomputed in segments, only share 1 is tried, because segments only keep inputs."""
     some = [share for share in shares if share == 1 or not plan.recompute.startswith(IN_SEGMENTS)]
     places = [*({"blocks": "host", "share": share} for share in some), *([{"blocks": "disk", "share": 1.0}] if some else [])]
     plans = [plan.model_copy(update={"retain": plan.retain.model_copy(update=place)}) for place in places]

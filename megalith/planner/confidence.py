@@ -86,8 +86,8 @@ def confidence_of(request: ResolvedRequest, own: Sequence[Own] = ()) -> Confiden
 
 
 def _wider(spread: Spread, outside: Sequence[Beyond], *, also: float = 0.0) -> Spread:
-    """Return the spread of predictions for a shape outside of the measured shapes. An unmeasured device adds the variance between stacks
-    once more (`also` = 1), and so, by assumption, does each doubling beyond the measured sizes."""
+    """Return the spread of predictions for a shape outside of the measured shapes. An unmeasured device (`also` = 1) adds the variance
+    between stacks once more, and so, by assumption, does each doubling beyond the measured sizes."""
     more = also + max((one.doublings for one in outside), default=0.0)
     return replace(spread, between=spread.between * sqrt(1 + more))
 
@@ -103,7 +103,8 @@ def _count(number: float) -> str:
 
 
 def _words(request: ResolvedRequest, mine: Sequence[Own], learnt: LearnedSpread | None, far: str) -> str:
-    """Return the evidence for an interval as text. The text names the ignored rows of the same software and machines."""
+    """Return the evidence for an interval as text. The text names the measured rows of the same software and machines that were ignored as
+    outliers."""
     where = f"{SOFTWARE[request.software].title} on {request.cluster.accelerator.name}"
     if learnt is None:
         said = f"--measured gives no row of such a model by {where}, so the interval is as wide as for any unmeasured software"

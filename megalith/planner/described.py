@@ -18,8 +18,8 @@ def of_cluster(settings: Sequence[str]) -> tuple[str, ...]:
 
 
 def described(name: str, settings: Sequence[str], problems: list[Problem]) -> ClusterSpec | None:
-    """Return the cluster of this name, changed by the settings. If the cluster is unknown, append to `problems` and return None. Also
-    append a problem if a needed figure is unpublished."""
+    """Return the cluster of this name, changed by the settings. If the cluster is unknown, append to `problems` and return None. Append a
+    problem also if a needed figure is unpublished."""
     try:
         found = clusters.load(name)
         for text in of_cluster(settings):

@@ -54,7 +54,7 @@ class Own:
 
 def measured(paths: Iterable[Path], software: str) -> tuple[Own, ...]:
     """Return the rows of tables (.csv, in the format of the bundled measurements) and of run folders. The rows of tables are taken as
-    measurements of the software with this name. Raises SpecErrors with every unusable file."""
+    measurements of the software that the argument `software` names. Raises SpecErrors with every unusable file."""
     found, problems = list[Own](), list[Problem]()
     for path in paths:
         try:

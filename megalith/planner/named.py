@@ -2,8 +2,8 @@
 predicted figures side by side.
 
 Imports torch only to trace parts. Where a source leaves open chunks, the microbatch, the layout or recomputation, several choices are
-predicted, and the fastest that fits is compared, as for the rows of measurements. Batches and numbers of devices that no source gives are
-assumed. A run whose sources give no speed is also predicted.
+predicted, and the fastest that fits is compared with the published figure, as for the rows of the file of measurements. Batches and numbers
+of devices that no source gives are assumed. A run whose sources give no speed is also predicted.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,7 @@
 """Prediction of a plan over all phases of a run: whether it fits in each phase, and the total time.
 
-The search finds the plan that is best in the phase with the most tokens. This plan must fit, and be valid, in all phases.
+The search finds the plan that is best in the phase with the most tokens. The plan that is found must fit, and be valid, in all
+phases.
 """
 
 from collections.abc import Iterator

@@ -208,7 +208,7 @@ def find(request: ResolvedRequest, *, top: int, tick: Callable[[int, int], None]
 
 
 def choice_of(request: ResolvedRequest, plan: Plan, scorer: Scorer) -> Candidate:
-    """Return a plan with its prediction. The memory is that of `Scorer.held`."""
+    """Return a plan with its prediction. `Scorer.held` counts the memory."""
     workload = workload_of(request, plan)
     return _held(request, plan, scorer, scorer.estimate(workload), scorer.held(workload))
 
@@ -345,12 +345,13 @@ def headroom() -> float:
 
 
 def short(plan: Plan) -> str:
-    """Return a layout as a short text: t8 c2 p16x4 e64 d128 z1 m1. Values of 1 are left out, except for data, ZeRO and microbatch. A
-    schedule other than (interleaved) 1F1B follows the pipeline: p16x2 zb-v d8 z1 m1. Copies of the state (HSDP) follow the ZeRO stage:
-    d64 z3 r8 m1. Parts of each expert follow the expert ranks: t4 e8x4 d16 z1 m1. Ulysses ranks, or a gather of keys and values, follow
-    the context ranks: c16u4 d8 z1 m1, c16 gather d8 z1 m1. Then comes the percentage of the optimizer's state in host memory (d8 z1 m1
-    o50) or on disk (d8 z1 m1 disk100), with "weights" if weights are cast from this state and "released" if gradients are released. Last
-    is the percentage of blocks whose activations are in host memory (d8 z1 m1 a50) or on disk (d8 z1 m1 a-disk100).
+    """Return a layout as a short text: t8 c2 p16x4 e64 d128 z1 m1. The text leaves out values of 1, except for data, ZeRO and microbatch. A
+    schedule other than (interleaved) 1F1B follows the pipeline: p16x2 zb-v d8 z1 m1. Copies of the state (HSDP) follow the ZeRO stage: d64
+    z3 r8 m1. Parts of each expert follow the expert ranks: t4 e8x4 d16 z1 m1. Ulysses ranks, or a gather of keys and values, follow the
+    context ranks: c16u4 d8 z1 m1, c16 gather d8 z1 m1. After the microbatch comes the percentage of the optimizer's state in host memory
+    (d8 z1 m1 o50) or on disk (d8 z1 m1 disk100), with "weights" if weights are cast from this state and "released" if gradients are
+    released. The text ends with the percentage of blocks whose activations are in host memory (d8 z1 m1 a50) or on disk (d8 z1 m1
+    a-disk100).
     """
     tensor = f"t{plan.tensor} " if plan.tensor > 1 else ""
     context = f"c{plan.context}{_exchange(plan)} " if plan.context > 1 else ""

@@ -27,11 +27,12 @@ class Price:
     change: str
     instead: Plan | None
     seconds: float
-    """Seconds of a step minus seconds of a step under `instead`; below 0: following the rule would be slower."""
+    """Seconds of a step of the plan that breaks the rule, minus seconds of a step under `instead`; below 0: following the rule would be
+    slower."""
     share: float
     """`seconds` divided by the step of the unchanged plan."""
     memory: float
-    """Bytes of the worst rank minus bytes of the worst rank under `instead`."""
+    """Bytes of the worst rank under the plan that breaks the rule, minus bytes of the worst rank under `instead`."""
     fits: bool
     """True if `instead` fits."""
     dollars: float | None
@@ -108,7 +109,7 @@ REMEDIES: Mapping[str, Callable[[Plan, ResolvedRequest], Followed]] = {
     "plan.recompute": _recomputed,
     "plan.expert": _experts_near,
 }
-"""Key of an advice -> plans that follow it. Breaking advice about other keys costs no time."""
+"""Key of an advice -> plans that follow it. Breaking advice about keys that are not in this table costs no time."""
 
 
 def prices(request: ResolvedRequest, plan: Plan) -> tuple[Price, ...]:

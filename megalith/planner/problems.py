@@ -72,4 +72,4 @@ REMEDIES = {
     "kept": 'precision.kept = "fp8" with plan.compile = false in a run file, which rounds tensors kept for backward,',
     "offload": "--offload",
 }
-"""Changes of a request, as text"""
+"""Changes of a request that save memory, each as text for a message."""

@@ -279,9 +279,9 @@ def _lighter(bases: Sequence[Sized], scorer: "Scorer", shares: Sequence[float]) 
 
 
 def _retained(workload: Workload, held: Memory, scorer: "Scorer", shares: Sequence[float]) -> list[Sized]:
-    """Return the variants of a workload that fit with offloaded activations: every share of blocks in host memory that fits, because the
-    exact memory may be higher, or, if no share fits, all blocks on disk. If none fits, return the forms with all activations offloaded
-    that need less memory."""
+    """Return the variants of a workload that fit with offloaded activations: one for each share of blocks in host memory that fits (not
+    only the smallest share, because the exact memory may be higher), or, if no share fits, one with all blocks on disk. If no variant fits,
+    return the variants with all activations offloaded that need less memory than the workload itself."""
     if (
         not shares
         or not workload.software_profile.ours
@@ -404,7 +404,7 @@ class Scorer:
 
     def held(self, workload: Workload, *, briefly: bool = False) -> Memory:
         """Return memory by `cost.predicted.held`, which is slower but nearer to the trainer; for other software, prefills and offloaded
-        state, by `memory`. `briefly`: if the plan does not fit, return the memory of any rank that does not fit."""
+        state, by `memory`. `briefly`: if the plan does not fit, return the memory of the first rank found that does not fit."""
         if self.forward_only or not workload.software_profile.ours or workload.plan.state.away:
             return self.memory(workload)
         some = partial(self.fits, workload) if briefly else lambda memory: True

@@ -23,8 +23,8 @@ PARTS = 64
 CLOSE = 1.02
 """A division into fewer parts is chosen if its step takes at most this factor times as long as the shortest step."""
 TRIES = 4
-"""Largest number of divisions for which plans are searched. Each division after the first follows from the step times of the plans before
-it."""
+"""Largest number of divisions for which plans are searched. Each division after the first follows from the step times of the plans found
+for the division before it."""
 
 
 @dataclass(frozen=True)

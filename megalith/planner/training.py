@@ -6,7 +6,7 @@ from megalith.planner.search import Candidate
 from megalith.spec.cluster import ClusterSpec
 
 IDLE_POWER = 1.35
-"""Power of a data centre (hosts, network, cooling), divided by the power of its devices."""
+"""Power of a data centre, including hosts, network and cooling, divided by the power of its devices alone."""
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from megalith.spec.state import LOWER
 MAX_RANKS = 8
 LAYERS = 4
 SAMPLES = 8
-"""Number of samples in a site's batch. These samples give each rank two microbatches (four in a pipeline, or two with four data
-ranks; one if gradients are released)."""
+"""Number of samples in a site's batch. These samples give each data rank two microbatches; in a pipeline, four (with four data
+ranks, two); if gradients are released, one."""
 
 PHASES = ({"begin": SAMPLES, "global_batch": 2 * SAMPLES}, {"begin": 3 * SAMPLES, "global_batch": SAMPLES, "seq_len": 24})
 """The phases of a run with phases: each of its three steps is in a different phase."""
@@ -153,13 +153,13 @@ def axes_with_precisions(*precisions: str) -> Axes:
 
 
 DEFAULTS = ("1", "one", "none", "kept", "known at once", "on the device", "adamw", "fp32", "by the global norm")
-"""Default values, which names leave out."""
+"""Default values of the axes, which the names of combinations leave out."""
 
 STEP_COST = {
     "tiny": 1.0, "mixtral-8x7b": 1.2, "deepseek-tiny": 1.5, "deepseek-v2": 1.4, "bloom-560m": 1.0, "nemotron4-15b": 1.0,
     "gemma2-2b": 1.1,
 }  # fmt: skip
-"""Relative cost of a step of each model, softened like the cost of ranks."""
+"""Relative cost of a step of each model, with differences made smaller than they are, as for numbers of ranks in `cost_of`."""
 
 Choice = tuple[str, str]  # axis and value
 Choices = tuple[Choice, ...]
@@ -216,8 +216,8 @@ def _pair(one: Choice, other: Choice) -> Pair:
 
 
 def cost_of(choices: Choices) -> float:
-    """Return the relative processor time of a combination. Differences are softened, so that many pairs can justify a costly
-    combination."""
+    """Return the relative processor time of a combination. Differences of cost are made smaller than they are (the square root of
+    the number of ranks counts), so that many pairs can justify a costly combination."""
     asked = _plan_keys(choices)
     return _ranks(asked) ** 0.5 * STEP_COST[asked["preset"]]
 

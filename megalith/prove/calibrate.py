@@ -37,7 +37,7 @@ TRIES = 3
 
 
 class Sizes(NamedTuple):
-    """Sizes of the measured operations, so large that on such a device rates would not grow with larger sizes."""
+    """Sizes of the measured operations for a kind of device, so large that rates would not grow with larger sizes."""
 
     product: int
     """Rows and columns of the product's result, and its largest inner size."""
@@ -267,7 +267,8 @@ def _seconds(points: Sequence[Point], kind: str, of: str) -> float:
 
 def _rate(points: Sequence[Point], format: str, sizes: Sizes) -> tuple[float, float]:
     """Return the FLOP/s that products of a format approach as their inner size grows, and the inner size at which they reach half
-    of it. Both come from a least-squares fit, because seconds per FLOP are linear in the inverse of the inner size."""
+    of it. The FLOP/s and the inner size come from a least-squares fit, because seconds per FLOP are linear in the inverse of the
+    inner size."""
     mine = [point for point in points if (point.kind, point.of) == ("product", format)]
     inverse = [1 / point.size for point in mine]
     each = [point.seconds / (2 * sizes.product**2 * point.size) for point in mine]

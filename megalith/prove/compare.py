@@ -46,7 +46,7 @@ class Recording:
     routing: list[dict[str, StepRouting]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     microbatches: list[dict[str, Tensor]] = field(default_factory=list)
-    """Gradient of each microbatch in the first step. Only a run on one process records them."""
+    """Gradient of each microbatch in the first step. Only a run on one process records the gradients of microbatches."""
     maxima: dict[str, TrackedMaxima] = field(default_factory=dict)
     """The largest values that rows and tensors had when they were scaled in the first step, by layer and factor
     (`kernels.narrow.maxima`). The maxima that delayed scales follow in the second step are included."""
@@ -72,13 +72,14 @@ class Row:
 
 def ties(expected: Recording, found: Recording, *, tie: float) -> int:
     """Count the tokens that went to another expert than in the reference although the two experts' scores differ by less than
-    `tie`. A run with such tokens proves nothing, and another run must be drawn."""
+    `tie`. A run in which nearly equal scores sent tokens to other experts proves nothing, and another run must be drawn."""
     return sum(int((moved & ~clear).sum()) for moved, clear, _ in moved_tokens(expected, found, tie=tie))
 
 
 def moved_tokens(expected: Recording, found: Recording, *, tie: float) -> Iterator[tuple[Tensor, Tensor, str]]:
     """For each router and step, yield which tokens went to another expert than in the reference, and which tokens had scores that
-    differed by more than `tie`. Steps after the first such token are left out, because they differ anyway."""
+    differed by more than `tie`. Steps after the first with a token that went to another expert are left out, because they differ
+    anyway."""
     for step, (theirs, ours) in enumerate(zip(expected.routing, found.routing, strict=True)):
         moves = []
         for name, routed in theirs.items():
@@ -146,15 +147,16 @@ def router_gaps(expected: Recording, found: Recording) -> list[Gap]:
 
 def cancelled(steps: Sequence[Mapping[str, Tensor]]) -> set[str]:
     """Return the names of the tensors whose gradients cancel out in every step, so that only rounding errors remain (see
-    `_gradient_gaps`). Adafactor divides a gradient by its size, however small, so such a weight moves by rounding errors alone."""
+    `_gradient_gaps`). Adafactor divides a gradient by its size, however small, so a weight whose gradients cancel out moves by
+    rounding errors alone."""
     most = [CANCELLED * max(float(g.abs().max()) for g in gradients.values()) for gradients in steps]
     return {name for name in steps[0] if all(float(g[name].abs().max()) <= end for g, end in zip(steps, most, strict=True))}
 
 
 def _gradient_gaps(expected: dict[str, Tensor], found: dict[str, Tensor], floor: float, step: str) -> Iterator[Gap]:
-    """Yield the differences relative to each tensor's largest gradient. If the gradients of a tensor cancel out (as for a bias of
-    keys, which shifts all scores alike), the tensor has only rounding errors, so its differences are measured against the model's
-    largest gradient."""
+    """Yield the differences of gradients, relative to each tensor's largest gradient. If the gradients of a tensor cancel out (as
+    for a bias of keys, which shifts all scores alike), the tensor has only rounding errors, so its differences are measured
+    against the model's largest gradient."""
     least = floor * max(float(g.abs().max()) for g in expected.values())
     for name, g in expected.items():
         yield float((found[name] - g).abs().max()) / max(float(g.abs().max()), least), f"{name}, {step}"

@@ -1,7 +1,7 @@
 """The doctor's checks that need torch: does a device give the same result twice, do ranks agree on a collective, and how fast are links?
 
 All checks return `machine.health.Finding`s. A device with wrong results must not train, because at first its errors do not show
-in the loss. A fleet runs this command on an excluded node before the node may return.
+in the loss. A fleet runs this module as a command on an excluded node before the node may return.
 """
 
 import argparse
@@ -157,8 +157,8 @@ def links(
     """Measure the bandwidth from each rank to the next in a ring, with all ranks at once, and check that the bytes arrive
     unchanged.
 
-    Every rank of the group must call this function. `node`: the machine's name, which identifies links between machines. A ring
-    all-reduce over all machines is as slow as the slowest of these links.
+    Every rank of the group must call this function. `node`: the machine's name, which identifies links between machines. A ring all-reduce
+    over all machines is as slow as the slowest link of the ring.
     """
     rank, world, device = group.rank(), group.size(), torch.device(device)
     if world < 2:
@@ -234,9 +234,9 @@ def check_ranks(ranks: int, *, wanted: str = "auto", timeout: float = 120.0) -> 
 
 
 def check_place(place: Place, own: Sequence[Finding], *, burn_in_seconds: float, wanted: str = "auto") -> list[Finding]:
-    """Run the checks of ranks that torchrun, srun or another launcher started, and return the same findings on every rank. They
-    are: `own`, each rank's findings about its machine; a burn-in of each rank's device; and the collective checks among all
-    ranks. The names of the first two kinds contain the machine's name."""
+    """Run the checks of ranks that torchrun, srun or another launcher started, and return the same findings on every rank. The checks are:
+    `own`, each rank's findings about its machine; a burn-in of each rank's device; and the collective checks among all ranks. The names of
+    the findings of `own` and of burn-ins contain the machine's name."""
     device = choose_device(wanted, place.local_rank, place.local_world)
     patience = LaunchSpec().timeout + 2 * len(DTYPES) * burn_in_seconds  # others compute for as long
     world = join(place, launch=LaunchSpec(timeout=patience), device=device)

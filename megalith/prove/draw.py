@@ -32,8 +32,8 @@ from megalith.prove.axes import (
 FIRST = dict.fromkeys(
     ("dp_shard", "dp_replicate", "tensor", "context", "pipeline", "expert", "retain", "phases", "moments", "clipping"), 0.5
 ) | {"precision": 0.9, "sites": 0.8}
-"""Probability that an axis keeps its first value without a draw. Without these probabilities nearly every combination would have
-too many ranks. The first precision is preferred because faults show best in it."""
+"""Probability that an axis keeps its first value without a draw. Without a preference for first values, nearly every combination
+would have too many ranks. The first precision is preferred because faults show best in it."""
 
 TRIES = 600
 """The least number of random combinations from which draws are chosen; for many draws, eight times their number."""
@@ -71,8 +71,8 @@ def _cover(random: Random, pool: Sequence[ParityCase], axes: Axes, count: int | 
     """Return draws that cover all pairs of a pool, as far as `count` allows. The next draw is always the combination with the
     most uncovered pairs for its cost; then its choices are changed one by one so that it covers more pairs.
 
-    The number of uncovered pairs of a combination only falls as other draws are chosen. An earlier number is therefore an upper
-    bound, and few combinations must be examined again (Minoux 1978).
+    The number of uncovered pairs of a combination only falls as other draws are chosen. An earlier number of a combination's
+    uncovered pairs is therefore an upper bound, and few combinations must be examined again (Minoux 1978).
     """
     left = frozenset[Pair]().union(*(one.pairs for one in pool))
     bounds = [(-_worth(one.choices, left), number) for number, one in enumerate(pool)]
@@ -153,8 +153,8 @@ def _missing(random: Random, pool: Sequence[ParityCase], axes: Axes) -> list[Par
 
 
 def _search(random: Random, pair: Pair, axes: Axes) -> tuple[ParityCase | None, list[Problem]]:
-    """Search for a combination that proves a pair, starting from several combinations. If none is found, return None and the
-    smallest list of conflicts that remained."""
+    """Search for a combination that proves a pair, starting from several combinations. If no combination is found, return None
+    and the smallest list of conflicts that remained."""
     if not BELOW_FP32 & pair:  # which rounded precisions do not prove
         exact = {name: asked for name, asked in axes["precision"].items() if ("precision", name) not in ROUNDED}
         if not exact:
@@ -174,7 +174,8 @@ def _search(random: Random, pair: Pair, axes: Axes) -> tuple[ParityCase | None, 
 def _without_objections(random: Random, pair: Pair, axes: Axes) -> tuple[Choices, list[Problem], bool]:
     """Start from a random combination with the pair, and change its other choices one at a time, accepting no change that adds
     conflicts. If there are too many ranks, each necessary halving of their number counts as one conflict. Return the combination,
-    its conflicts, and True if some conflicts stay whichever choice is changed; then only these are returned."""
+    its conflicts, and True if some conflicts stay whichever choice is changed; if so, only the conflicts that stay are
+    returned."""
     choices = _any(random, pair, axes)
     left, before = list(conflicts(choices)), halvings(choices)
     changes, idle = [(axis, value) for axis in axes if axis not in dict(pair) for value in axes[axis]], 0

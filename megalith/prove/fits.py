@@ -31,8 +31,8 @@ def _allowed(spec: RunSpec, key: str, value: object) -> bool:
 
 
 def _weights(spec: RunSpec) -> Lever | None:
-    """Return the change that makes weights from state off the device, if `check` allows it for the run. Only the weights of two
-    parts then remain on the device."""
+    """Return the change that makes weights from state off the device, if `check` allows it for the run. With this change, only
+    the weights of two parts remain on the device."""
     state = spec.plan.state
     if not state.away or state.weights_away or not _allowed(spec, "weights", state.optimizer):
         return None
@@ -40,7 +40,8 @@ def _weights(spec: RunSpec) -> Lever | None:
 
 
 def _release(spec: RunSpec) -> Lever | None:
-    """Return the change that releases gradients, if `check` allows it for the run. Only the gradients of one part then remain."""
+    """Return the change that releases gradients, if `check` allows it for the run. With this change, only the gradients of one
+    part remain."""
     state = spec.plan.state
     if state.optimizer != "disk" or state.release or not _allowed(spec, "release", True):
         return None
@@ -48,8 +49,8 @@ def _release(spec: RunSpec) -> Lever | None:
 
 
 def _retain(spec: RunSpec) -> Lever | None:
-    """Return the change that moves activations to the host's memory, if `check` allows it for the run. Only the activations of
-    two blocks then remain on the device."""
+    """Return the change that moves activations to the host's memory, if `check` allows it for the run. With this change, only the
+    activations of two blocks remain on the device."""
     plan = spec.plan.model_copy(update={"retain": spec.plan.retain.model_copy(update={"blocks": "host"})})
     allowed = check(spec.model_copy(update={"plan": plan}), files=False)
     if spec.plan.retain.away or any(problem.key.startswith("plan.retain.") for problem in allowed):
@@ -58,7 +59,8 @@ def _retain(spec: RunSpec) -> Lever | None:
 
 
 def _merged(spec: RunSpec) -> Lever | None:
-    """Return the lever that moves what merges keep to the host's memory; None if no sites merge, or if it is there."""
+    """Return the lever that moves the tensors that merges keep to the host's memory; None if no sites merge, or if these tensors
+    are there already."""
     merged = bytes_each(outer_slots(spec.sites, on_device=True))
     others = bytes_each(slots_of(spec.optimizer)) * (1 - spec.plan.state.away)
     return Lever('sites.place = "host"', "optimizer", merged / (merged + others)) if merged else None

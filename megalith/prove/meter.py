@@ -305,8 +305,8 @@ class Meter(TorchDispatchMode):
 
 
 def product_flops(first: Tensor, second: Tensor, *, grouped: bool = False) -> int:
-    """Return the FLOPs of the product of [.., m, k] and [.., k, n]. In grouped products, only one matrix multiplies each row of
-    `first`, or only one product uses each k."""
+    """Return the FLOPs of the product of [.., m, k] and [.., k, n]. In a grouped product, only one matrix of the group multiplies each row
+    of `first`, or only one product of the group uses each index k."""
     batch = first.shape[0] if first.dim() == 3 and not grouped else 1
     return 2 * batch * first.shape[-2] * first.shape[-1] * second.shape[-1]
 
@@ -322,9 +322,9 @@ def attention_flops(q: Tensor, k: Tensor, v: Tensor, products: int, *, causal: b
 
 
 class Axes:
-    """Names process groups by the axis of the mesh. A group that is no axis of its own is recognised by its ranks ("pipeline" or
-    "context"), or is named "other". If several axes have the same group, for instance because
-    one of them has all ranks, their names are joined: "world / dp_shard"."""
+    """Names process groups after the axes of the mesh. A group that is no axis of its own gets a name by its ranks ("pipeline" or
+    "context"), or else the name "other". If several axes have the same group, for instance because one of them has all ranks, their names
+    are joined: "world / dp_shard"."""
 
     def __init__(self, groups: Groups) -> None:
         self._world, self._line = groups.world, list(groups.line)

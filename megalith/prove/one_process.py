@@ -1,7 +1,7 @@
 """A small run in plain PyTorch on one process, as the reference for a run under a plan, and the random text on which both train.
 
-The reference has the same modules of the model, but no process group and no pipeline. Its updates are those of `prove.updates` (for
-AdamW and SGD, torch's own).
+The reference has the same modules of the model, but no process group and no pipeline. The reference's updates are those of `prove.updates`
+(for AdamW and SGD, torch's own).
 """
 
 from collections.abc import Mapping
@@ -125,7 +125,7 @@ class SingleProcess:
 
     @torch.no_grad()
     def take(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace the weights and buffers with which training continues."""
+        """Continue training with these weights and buffers in place of the present ones."""
         buffers = self.stage.lasting_buffers()
         for name, tensor in weights.items():
             (buffers[name] if name in buffers else self.parameters[name]).copy_(tensor)
@@ -185,7 +185,7 @@ def _reference_step(
 
 
 def gradient_scale_of(spec: RunSpec) -> float:
-    """Return the initial loss scale; 1 if the precision has none. A run that is compared keeps this scale in all steps."""
+    """Return the initial loss scale; 1 if the precision has none. A run that is compared keeps the initial loss scale in all steps."""
     return float(spec.loss_scale.initial) if PRECISIONS[spec.train.precision].scaled else 1.0
 
 

@@ -51,15 +51,15 @@ underflow."""
 
 
 SMALL_MOMENTS = {"moment_block": 4, "moment_least": 0}
-"""Settings of low-bit moments in a compared run: blocks so small that its small shares contain whole blocks."""
+"""Settings of low-bit moments in a compared run: blocks so small that even the run's small shares of tensors contain whole blocks."""
 
 SMALL_TILE = 4
-"""How many numbers share a scale in a compared run: so few that its small shares contain whole tiles."""
+"""How many numbers share a scale in a compared run: so few that even the run's small shares of tensors contain whole tiles."""
 
 
 def small_choices(precision: str, layers: int) -> dict[str, int]:
     """Return the settings of a narrow precision for a compared run with this many layers. In 8 bits, all blocks but the first are
-    narrow. In 4 bits only the last two are: a number that rounds differently changes others by a tenth, and after more blocks
+    narrow. In 4 bits only the last two blocks are narrow: a number that rounds differently changes others by a tenth, and after more blocks
     this difference would be as large as a fault's."""
     narrow = 2 if PRECISIONS[precision].factors.bits == 4 else layers
     return {"tile": SMALL_TILE, "wide_first": max(1, layers - narrow), "wide_last": 0}
@@ -200,8 +200,8 @@ class Recorder:
 
 
 def _released(trainer: Trainer, samples: list[Samples], step: int) -> StepTotals:
-    """Train a step that frees its gradients in the backward. An earlier pass has kept these gradients for the recording. Return
-    the step's totals."""
+    """Train a step that frees its gradients in the backward. An earlier pass has kept this step's gradients for the recording. Return the
+    step's totals."""
     trainer.drop()
     trainer.noise.take(trainer.device)
     done = train_step(trainer, samples, step=step)

@@ -6,9 +6,9 @@ which cancel out. A run under a plan rounds about as often (only the partial sum
 the exact result is similar, though in another direction. A larger distance therefore shows an error beyond rounding, such as a
 missing reduction or a shifted tensor.
 
-Smaller errors show in quantities in which rounding cancels out. One such quantity is the projection of the plan's gradient on
-that of one process: it turns thousands of roundings into one factor, which is 1 within a thousandth. Another such quantity is the
-weight of each microbatch in the sum of gradients.
+Errors that are smaller than the rounding of a gradient show in quantities in which rounding cancels out. One quantity in which rounding
+cancels out is the projection of the plan's gradient on that of one process: it turns thousands of roundings into one factor, which is 1
+within a thousandth. Rounding also cancels out in the weight of each microbatch in the sum of gradients.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,19 +26,19 @@ NOISE = 0.25
 """If the relative error of one process's gradient is larger than this, the gradient is mostly rounding, and its length means
 nothing."""
 CHANCE = 4
-"""Number of standard errors by which a factor may differ from 1. A run has some hundred tensors, so the factors of some are far
-from 1 by chance."""
+"""Number of standard errors by which a factor between gradients may differ from 1. A run has some hundred tensors, so the factors of some
+are far from 1 by chance."""
 FEW = 64
 """Number of elements below which the roundings of a tensor hardly cancel out (norms of eight channels, decays of four heads):
-random differences grow as one over the root of the number of elements. The differences of such tensors are weighted down
+random differences grow as one over the root of the number of elements. The differences of tensors with fewer elements are weighted down
 accordingly."""
 
 
 def compare(exact: Recording, alone: Recording, found: Recording, *, spec: RunSpec, limits: Rounded) -> list[Row]:
     """Compare a run (`found`) with one process in fp32 (`exact`) and with one in the run's precision (`alone`).
 
-    A token that goes to another expert than in `alone` is missing from the gradient of that expert. From the first step with such
-    a token on, only the distance of all gradients together is compared.
+    A token that goes to another expert than in `alone` is missing from the gradient of that expert. From the first step on in which a token
+    goes to another expert than in `alone`, only the distance of all gradients together is compared.
     """
     steps = range(len(exact.losses))
     alike = [*takewhile(lambda step: _routed_alike(alone, found, step), steps)]
@@ -119,11 +119,11 @@ def _scales(exact: Recording, alone: Recording, found: Recording, steps: Sequenc
 def _longer(ours: Tensor, theirs: Tensor) -> float:
     """Return how far the factor between `theirs` and `ours` is from 1, less CHANCE standard errors.
 
-    The factor comes from a regression through the origin on the mean of both. If `ours` and `theirs` differ only in their roundings,
-    neither is longer on average, so the expected factor between them is 1. A regression on only one of the two would give a smaller factor,
-    because rounding errors in the regressor lower the slope. A rounded activation moves the gradients of a whole row or column together, so
-    the standard error is the largest of those by numbers, by rows and by columns (cluster-robust: Cameron, Gelbach and Miller 2011,
-    https://doi.org/10.1198/jbes.2010.07136).
+    The factor comes from a regression through the origin on the mean of `theirs` and `ours`. If `ours` and `theirs` differ only in their
+    roundings, neither is longer on average, so the expected factor between them is 1. A regression on only `ours` or only `theirs` would
+    give a smaller factor, because rounding errors in the regressor lower the slope. A rounded activation moves the gradients of a whole row
+    or column together, so the standard error is the largest of three: by numbers, by rows and by columns (cluster-robust: Cameron, Gelbach
+    and Miller 2011, https://doi.org/10.1198/jbes.2010.07136).
     """
     apart, middle = ours - theirs, (ours + theirs) / 2
     size = middle.square().sum()
@@ -147,7 +147,8 @@ def _maxima(alone: Recording, found: Recording) -> list[Gap]:
 
 def _microbatches(alone: Recording, found: Recording) -> list[Gap]:
     """Return |weight - 1| of each microbatch, less CHANCE standard errors as in `_longer`. One process computes the gradient of each
-    microbatch separately. The weights are those with which the sum of these gradients is closest to the run's first gradient."""
+    microbatch separately. The weights are those with which the sum of the microbatches' gradients is closest to the run's first
+    gradient."""
     parts = alone.microbatches
     apart = {name: found.gradients[0][name] - whole for name, whole in alone.gradients[0].items()}
     products = torch.tensor([[_dot(one, other) for other in parts] for one in parts], dtype=torch.float64)

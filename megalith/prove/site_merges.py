@@ -1,5 +1,5 @@
-"""Merges of sites in one process in numpy, written from the papers' formulas. The trainer's merges must equal these merges bit
-for bit."""
+"""Merges of sites in one process in numpy, written from the papers' formulas. The trainer's merges must equal the merges in
+numpy bit for bit."""
 
 import math
 from collections.abc import Callable

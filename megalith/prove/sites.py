@@ -3,11 +3,11 @@
 Sites that merge weights are compared round by round: each site must train like one process, and merges must have the bits of an
 independent implementation in numpy. Whole runs cannot be compared if differences are rounded, because the last bit of a weight
 can change a code. The merges in numpy therefore begin with the bits of the sites' weights before each merge, and the single
-processes continue from the trainer's merged weights. In a rounded precision, further processes do the same in fp32, and the
-distances of the sites and of the single processes from them are compared.
+processes continue from the trainer's merged weights. In a rounded precision, one further process for each site does the same in fp32, and
+the sites' distances from these fp32 processes are compared with the distances of the single processes from them.
 
-Sites that exchange gradients are compared with one process that trains on the samples of all sites. All these sites must hold the
-same bits.
+Sites that exchange gradients are compared with one process that trains on the samples of all sites. Sites that exchange gradients must all
+hold the same bits.
 """
 
 import os
@@ -130,9 +130,9 @@ def _worst_of_each(rows: list[Row]) -> list[Row]:
 def _replayed(
     spec: RunSpec, here: list[RunSpec], sites: list[SiteRecording], alone: Mapping[str, list[SingleProcess]]
 ) -> tuple[list[Gap], list[Gap]]:
-    """Train each site on one process, and repeat the trainer's merges in numpy. Return the distances of weights before each
-    merge, in learning rates, and the number of elements of each tensor that have other bits after the merge. `alone`: for each
-    precision, a process for each site."""
+    """Train each site on one process, and repeat the trainer's merges in numpy. Return the distances between the weights of sites and of
+    their single processes before each merge, in learning rates, and the number of elements of each tensor that have other bits after the
+    merge. `alone`: for each precision, a process for each site."""
     assert spec.sites is not None
     phases, rates, moved, other_bits = Phases.of(spec), learning_rates(spec), list[Gap](), list[Gap]()
     model, rounds = alone[spec.train.precision][0], len(alone) > 1

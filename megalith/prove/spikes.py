@@ -67,7 +67,7 @@ class PoisonedStream:
         return getattr(self._stream, name)
 
     def batch(self, part: range) -> Batch:
-        """Return the samples whose numbers are in `part`. The random tokens are drawn with the first of these numbers as seed."""
+        """Return the samples whose numbers are in `part`. The random tokens are drawn with the number of the first sample as seed."""
         self.read += part
         found = self._stream.batch(part)
         share = max((self._shares.get(number, 0.0) for number in part), default=0.0)

@@ -1,5 +1,5 @@
-"""Updates of a whole model on one process, as references for updates under a plan. Most share no code with the trainer's. For
-other optimizers, and for moments below fp32, the trainer's own rule is used."""
+"""Updates of a whole model on one process, as references for updates under a plan. Most of these updates share no code with the
+trainer's updates. For optimizers that are not in INDEPENDENT, and for moments below fp32, the trainer's own rule is used."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias

@@ -18,8 +18,8 @@ class Verdict:
 
     rows: tuple[Row, ...]
     tokens_tied: int = 0
-    """The number of tokens sent to other experts because two experts had nearly equal scores. If there are any, the rows prove
-    nothing."""
+    """The number of tokens sent to other experts because two experts had nearly equal scores. If `tokens_tied` is not 0, the
+    rows prove nothing."""
 
     @property
     def equal(self) -> bool:

@@ -19,7 +19,8 @@ def site_count(spec: SimulationSpec, run: RunSpec | None) -> int:
 
 
 def between_sites(spec: SimulationSpec, run: RunSpec | None, step: float) -> dict[str, Any]:
-    """Return the fields of a scenario that describe merges between sites. A run file has these settings in its table `[sites]`."""
+    """Return the fields of a scenario that describe merges between sites. A run file has the settings of merges in its table
+    `[sites]`."""
     sites = None if run is None else run.sites
     every, round_seconds, held, back = MERGE_SECONDS, MERGE_SECONDS, 0.0, RETURN_SECONDS
     if run is not None and sites is not None:

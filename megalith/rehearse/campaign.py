@@ -76,8 +76,8 @@ def only_at(fleet: FleetSpec, *, checkpoint_every: int) -> dict[str, int]:
 
 
 def not_before(*, checkpoint_every: int) -> dict[str, int]:
-    """Return the earliest step at which a fault may damage a checkpoint. Earlier, the run has only one checkpoint, and damage to
-    it would lose the run."""
+    """Return the earliest step at which a fault may damage a checkpoint. Before the returned step, the run has only one checkpoint, and
+    damage to that checkpoint would lose the run."""
     return dict.fromkeys(("checkpoint", "altered"), 2 * checkpoint_every + WRITTEN)
 
 
@@ -111,8 +111,8 @@ def may_mount() -> bool:
 
 @contextlib.contextmanager
 def small_disk(folder: Path, *, size: int) -> Iterator[None]:
-    """Mount a file system of `size` bytes at `folder`. Files written to it stay in `folder` after it is unmounted. Raises OSError
-    or CalledProcessError if this process may not mount one."""
+    """Mount a file system of `size` bytes at `folder`. Files written to the file system stay in `folder` after it is unmounted. Raises
+    OSError or CalledProcessError if this process may not mount a file system."""
     folder.mkdir(parents=True, exist_ok=True)
     options = ["-t", "tmpfs", "-o", f"size={size}", "megalith-campaign"]
     subprocess.run(["mount", *options, str(folder)], check=True, capture_output=True)

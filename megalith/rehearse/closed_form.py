@@ -1,5 +1,5 @@
-"""Closed forms of goodput and of the best checkpoint interval, for exponential faults, one tier and no waiting. Under these
-conditions the simulator must give the same values.
+"""Closed forms of goodput and of the best checkpoint interval, for exponential faults, one tier and no waiting. If faults are exponential,
+and there is one tier and no waiting, the simulator must give the same values.
 
 Times in seconds. `mtbf`: mean time between faults of the whole machine; `interval`: work between two saves; `stall`: how long a save stops
 the work; `restart`: from a fault until the run works again.
@@ -29,6 +29,6 @@ def goodput(mtbf: float, *, interval: float, stall: float, restart: float) -> fl
 
 
 def goodput_to_first_order(mtbf: float, *, interval: float, stall: float, restart: float) -> float:
-    """The goodput 1 - (restart + half an interval) per fault - one stall per interval. This formula is accurate while the losses
-    are a few percent."""
+    """The goodput 1 - (restart + half an interval) per fault - one stall per interval. This formula is accurate while faults and saves cost
+    only a few percent of the time."""
     return 1 - (restart + interval / 2) / mtbf - stall / interval

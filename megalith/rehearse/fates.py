@@ -62,7 +62,7 @@ class Fate:
     `interrupted`: the supervisor was killed before the run resumed, so the recovery lasts until the supervisor has started again.
     `among`: the fault's node was blamed together with others. `hidden`: the incident belongs to another fault, because its cause
     is not an observation expected for this kind, or because several faults share it and it names a rank of another fault. The run
-    resumed after both faults, but nothing else is known about the hidden fault.
+    resumed after the hidden fault and after the other fault, but nothing else is known about the hidden fault.
     """
 
     injection: Injection
@@ -116,8 +116,9 @@ def fates_of(
     restarts: Sequence[float] = (),
 ) -> list[Fate]:
     """Match each fault with the first later incident of an expected kind, if at most two other incidents come before it.
-    Otherwise match it with the first later incident, which then hides the fault; killed supervisors and kinds with `room` are not
-    matched in this way. `restarts`: the seconds that each start after a killed supervisor took, in order."""
+    A fault without an incident of an expected kind among the first three is matched with the first later incident of any kind,
+    which then hides the fault; killed supervisors and kinds with `room` are not matched in this way. `restarts`: the seconds that
+    each start after a killed supervisor took, in order."""
     incidents = of_kind(events, Incident)
     ends = {recovery.incident: recovery.time for recovery in of_kind(events, Recovery)}
     finished = max((end.time for end in of_kind(events, RunFinished)), default=None)

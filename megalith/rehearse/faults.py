@@ -99,8 +99,8 @@ INSTEAD = {
 """Map from a kind of fault to the kind that replaces it in runs where it is impossible."""
 
 OF_ONE_MEMORY = ("checkpoint", "altered", "node", "two")
-"""Kinds that delete the copies in the memory of a node, or of all nodes. If each node has an agent, a campaign leaves these kinds
-out, because no process reaches the memory of all nodes."""
+"""Kinds that delete the copies in the memory of a node, or of all nodes. If each node has an agent, a campaign leaves out the kinds that
+delete copies in memory, because no process reaches the memory of all nodes."""
 
 MOMENTS: tuple[Moment, ...] = ("step", "gradients", "resting")
 """The moments at which a process may die: at the start of a step, in its backward pass, after its update."""

@@ -2,17 +2,17 @@
 allow.
 
 The watch (`control.watch`) checks a silent rank twice, half a limit apart, at turns of its loop. A silence therefore lasts at
-most its limit and two turns, for which ALLOWED_SECONDS is enough. A silence can last longer for two reasons, which the log does
-not distinguish. Ranks that wait for a processor get more time in proportion (waiting half of the time adds half a limit), up to
-MAX_LIMITS limits. A watch that gets no processor itself checks late. Both reasons lie in the machine, so late hangs are only
-counted and reported. Neither reason explains a silence above MAX_LIMITS limits and TURNS_SECONDS, so such a silence counts
-against the run.
+most its limit and two turns, for which ALLOWED_SECONDS is enough. A silence can exceed its limit and two turns for two reasons,
+which the log does not distinguish. Ranks that wait for a processor get more time in proportion (waiting half of the time adds
+half a limit), up to MAX_LIMITS limits. A watch that gets no processor itself checks late. A lack of processors is the machine's
+fault, not the run's, so late hangs are only counted and reported. A lack of processors does not explain a silence above
+MAX_LIMITS limits and TURNS_SECONDS, so such a silence counts against the run.
 
 The watch's limit is `max(hang_floor, hang_factor * the rolling 99th percentile of a step)` over the steps of all ranks
 (`control.pace`). The log has only the steps of rank 0, so a limit is compared with the limit that the slowest of rank 0's newest
 steps would give. A limit counts against the run if it is below the floor, or more than BETWEEN_RANKS times the limit from rank
-0's steps. First steps of a start, saves and starts have other limits, for which the log has too few durations. Hangs in these
-phases are only counted.
+0's steps. First steps of a start, saves and starts have other limits, for which the log has too few durations. Limits of hangs in
+first steps, saves and starts are therefore not compared with rank 0's steps.
 """
 
 from collections.abc import Sequence
@@ -62,8 +62,9 @@ class Hangs:
 def hangs_of(events: Sequence[Event], *, fleet: FleetSpec, timeout: float, seen_late: float = 0.0) -> list[Hang]:
     """Return the hangs in a log.
 
-    `timeout`: the limit before a rank has a pace (`launch.timeout`). `seen_late`: how many seconds later than another heartbeat
-    the watch may see one. So the longest step that the watch measures may exceed the longest step in the log by these seconds.
+    `timeout`: the limit before a rank has a pace (`launch.timeout`). `seen_late`: how many seconds more the watch may need to see
+    one heartbeat than to see another. The longest step that the watch measures may therefore exceed the longest step in the log
+    by `seen_late` seconds.
     """
     found: list[Hang] = []
     took: list[float] = []

@@ -106,8 +106,9 @@ def calibrated(events: Iterable[Event], base: Latencies, *, typical: Callable[[S
     """Return `base` with the typical durations of a run's incidents and saves (events `Incident`, `Recovery`, `Checkpoint`).
     `typical`: the function that combines several durations into one: the median, or the mean if totals must be correct.
 
-    For each recovery the log has only the sum of restart and restore. `restart` is set to the sum for the fastest tier, and the restore
-    of a slower tier to its own sum minus the fastest one; a tier without a restore in the log keeps the value of `base`.
+    For each recovery the log has only the sum of restart and restore. `restart` is set to restart + restore of the fastest tier, and the
+    restore of a slower tier to its restart + restore minus those of the fastest tier; a tier without a restore in the log keeps the value
+    of `base`.
     """
     whole = list(events)
     begun = {incident.incident: incident for incident in of_kind(whole, Incident)}

@@ -71,8 +71,8 @@ class _Member:
         return not self.follows and not self.restarted and self.ready > now and self.missed < staleness
 
     def catch_up(self, now: float) -> int:
-        """End the finished periods for which a late site missed the merges, and return their number. The site did not wait after
-        these periods."""
+        """End the finished periods for which a late site missed the merges, and return their number. After each period whose merge it
+        missed, the late site continued to train without waiting."""
         done = 0
         while self.missed and not self.restarted and self.ready <= now:
             missed, done = self.missed - 1, done + 1
@@ -155,8 +155,8 @@ def merged(plan: Scenario, sites: Sequence[Site]) -> MergeOutcome:
 
 def _decided(plan: Scenario, members: Sequence[_Member], own: _Member) -> float:
     """Return the time of the merge by `own`, the site that decides. The decider waits, for at most `plan.grace`, until every
-    training site that must not miss the merge has done its work or was restarted. Then the decider waits for a quorum of sites
-    that have done their work. If it would wait longer than `plan.patience`, there is no merge, and the result is inf."""
+    training site that must not miss the merge has done its work or was restarted. The decider also waits for a quorum of sites that have
+    done their work. If the decider would wait longer than `plan.patience`, there is no merge, and the result is inf."""
     enough = max(own.ready, _quorum(plan, members))
     awaited = [member.ready for member in members if not member.follows and member.missed >= plan.staleness]
     now = max(enough, min(max(awaited, default=enough), own.ready + plan.grace))

@@ -31,8 +31,8 @@ STEP_SECONDS, CHECKPOINT_MINUTES = 10.0, 30.0
 """Values that are assumed if neither an option nor a run file gives them: seconds of a step, and minutes between checkpoints."""
 
 MAX_EVENTS, MAX_NODES = 100_000, 1_000_000
-"""The most events (faults, outages or planned stops) and nodes of one simulated run. A simulation with more would take too long,
-or too much memory."""
+"""The most events (faults, outages or planned stops) and nodes of one simulated run. A simulation with more events or nodes would take too
+long, or too much memory."""
 
 WITHOUT_EFFECT: dict[str, str] = {
     "recover": "the simulated policy always recovers after a fault",
@@ -48,8 +48,8 @@ WITHOUT_EFFECT: dict[str, str] = {
     "burn_in": "Use latencies.check.",
     "ledger": "Use reliability.lemon_share and lemon_factor.",
 }
-"""Keys of [fleet] that the simulation ignores, each with the reason or with the key to use instead. Run files may contain these
-keys."""
+"""Keys of [fleet] that the simulation ignores, each with the reason or with the key to use instead. Run files may contain keys that the
+simulation ignores; `--set` refuses them."""
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ class ReplayedCampaign:
 
     @property
     def goodput(self) -> float:
-        """Predicted goodput. The useful steps are those of the record."""
+        """Predicted goodput. The predicted goodput counts the useful time of the recorded run."""
         return self.recorded.seconds[Cause.USEFUL] / self.wall
 
     @property
@@ -239,8 +239,8 @@ class _Hurt(Site):
         return (one.step + 1) * step if one.moment == "resting" else one.step * step + self.figures.partial
 
     def _come(self) -> None:
-        """Inject the faults that are due. If a fault ends the ranks, other faults due at the same time are skipped. The policy
-        first learns the current step, and forgets failures at earlier steps."""
+        """Inject the faults that are due. If a fault ends the ranks, other faults due at the same time are skipped. Before the
+        faults, the policy learns the current step, and forgets failures at earlier steps."""
         self.state = policy.decide(self.state, observations.Progressed(**self._when()), fleet=self.plan.fleet).state
         while self.left and self._moment(self.left[0]) <= self.progress + 1e-9:
             one = self.left.pop(0)
@@ -295,8 +295,8 @@ class _Hurt(Site):
         return self.state.placement[self._slot(one)]
 
     def _left_of(self, copies: tuple[Copy, ...], one: Injection) -> tuple[Copy, ...]:
-        """Return the copies that remain after a fault. At that moment the current update has no copy yet, and the buddy's copy of
-        the last step is still in flight."""
+        """Return the copies that remain after a fault. When the fault occurs, the current update has no copy yet, and the buddy's
+        copy of the last step is still in flight."""
         nodes, distance = self.plan.nodes, self.plan.fleet.buddy_distance(self.plan.nodes)
         slots = {slot_of(rank, world=self.ranks, slots=nodes) for rank in one.ranks}
         copies = tuple(copy for copy in copies if copy.step < one.step + (copy.tier is not Tier.BUDDY))

@@ -30,7 +30,8 @@ class TimeUse(StrEnum):
 
 @dataclass(frozen=True)
 class Outage:
-    """Outages that hit `nodes` neighbouring nodes at once. Each such group has `rate` outages per second, of `hours` on average."""
+    """Outages that hit `nodes` neighbouring nodes at once. Each group of `nodes` neighbouring nodes has `rate` outages per second, of
+    `hours` on average."""
 
     name: str
     nodes: int

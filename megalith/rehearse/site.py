@@ -302,7 +302,7 @@ class Site:
         return (*found, *(Copy(Tier.STORE, at) for at in steps))
 
     def _stand_still(self) -> None:
-        """Stop all work from now on. The run can then continue only from the copies that are in the tiers now."""
+        """Stop all work from now on. After the stop, the run can continue only from the copies that are in the tiers now."""
         if self.running:
             self.state = replace(self.state, copies=self._copies())
         self.running = False
@@ -366,8 +366,8 @@ class Site:
                 self._call_a_person()
 
     def _until_ranks(self, source: Source) -> float:
-        """Return the seconds until ranks that start now resume from `source`. If the command has ended, these seconds include its
-        whole start."""
+        """Return the seconds until ranks that start now resume from `source`. If the command has ended, these seconds include the whole
+        start of the command."""
         latency, anew = self.plan.latencies, self.ended
         self.ended = False
         return (latency.start if anew else latency.restart) + latency.restored(source)

@@ -31,8 +31,8 @@ from megalith.spec.sites import folder_of
 
 LOOK_SECONDS = 0.5  # between looks at the logs
 SLOWED = 20
-"""While a site does not train, the ranks of the other sites run only once in this many turns of the campaign's loop. Otherwise
-the run would end before the site is back."""
+"""While a site does not train, the ranks of the other sites run only once in this many turns of the campaign's loop. Without this slowdown,
+the run would end before the absent site is back."""
 PORTS = range(20_000, 32_000)
 """Ports on which sites listen. Linux and macOS by default use higher ports for outgoing connections, so a relay's connection does
 not take the port of a site that is away."""
@@ -43,7 +43,7 @@ LINK = Conditions(megabits=1000, milliseconds=1)
 @dataclass
 class SiteFate:
     """Outcome of a fault. Times are in seconds since the epoch; None: not yet. `over`: when the fault ended; `again`: when all
-    sites trained again. `left`: sites without which the others continued in between."""
+    sites trained again. `left`: sites without which the others continued between the fault and `again`."""
 
     fault: SiteFault
     came: float | None = None

@@ -1,6 +1,7 @@
 """The kinds of faults that a campaign can inject into a run across sites, and lists of faults drawn from a seed.
 
-The faults hit whole sites and the links between sites. The campaign injects these faults itself, so no rank chooses their moment.
+The faults hit whole sites and the links between sites. The campaign injects faults of sites and links itself, so no rank chooses
+their moment.
 """
 
 from collections.abc import Sequence

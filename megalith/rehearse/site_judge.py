@@ -1,8 +1,8 @@
 """The judgement of a campaign across sites, from the merges that both runs have recorded.
 
 The weights at the end of a run are a function of its run file and of its recorded merges, bit for bit. If the faults changed no
-merge, the run must end with the bits of the run without faults; otherwise, with the bits of a replay of its own merges. In both
-cases each sample must be in exactly one merge.
+merge, the run must end with the bits of the run without faults; otherwise, with the bits of a replay of its own merges. Whether
+or not a merge changed, each sample must be in exactly one merge.
 """
 
 from collections import Counter

@@ -81,7 +81,7 @@ class Tally:
         self.fates[fault] = Effect.OPEN
 
     def settle(self, fault: Fault, fate: Effect, *, if_open: bool = False) -> None:
-        """Set the effect of a fault. `if_open`: do so only if the effect is not known yet."""
+        """Set the effect of a fault. `if_open`: set the effect only if it is not known yet."""
         if not if_open or self.fates[fault] is Effect.OPEN:
             self.fates[fault] = fate
 

@@ -1,5 +1,6 @@
 """The pictures of docs/guide/parallelism.md, drawn from the trainer's own code: schedules are simulated, and placements come from the mesh
-and from the code that splits models. `make guide-pictures` draws them again; a test compares them with the pictures in the guide.
+and from the code that splits models. `make guide-pictures` draws the guide's pictures again; a test compares newly drawn pictures with
+those in the guide.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -160,7 +161,7 @@ def views() -> str:
 
 def recompute() -> str:
     """Draw sixteen blocks. A full bar is a block that keeps all results of its forward; a low bar is one that keeps only its
-    input. The other blocks keep nothing: they are recomputed from the input that the first block of their segment keeps."""
+    input. Blocks without a bar keep nothing: they are recomputed from the input that the first block of their segment keeps."""
     blocks = 16
     cells = []
     policies = ("none", "every:4", "every:2", "full", "segments:4", "sqrt")

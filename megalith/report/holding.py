@@ -85,7 +85,7 @@ def named(parts: Sequence[str]) -> str:
 
 def memory_section(run: History) -> str:
     """Return as HTML the bytes of weights, gradients and optimizer state that each rank holds, and the memory used over time. With more
-    than 12 ranks, only the rank that holds most bytes of each pipeline rank is shown."""
+    than 12 ranks, only one rank of each pipeline rank is shown: the one that holds most bytes."""
     drawn: list[str] = []
     if run.holdings:
         colours = {"weights": 0, "gradients": 1, "optimizer state": 2}

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from statistics import median
 
 RECENT = 50
-"""Number of newest steps that these figures use."""
+"""Number of newest steps from which speed and time left are computed."""
 
 
 def usual(values: Sequence[float | None]) -> float | None:

@@ -291,7 +291,8 @@ def _colours(columns: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, 
 
 
 def _buckets(values: Sequence[tuple[int, Mapping[str, float]]], *, most: int) -> list[tuple[float, dict[str, float]]]:
-    """Average the values over at most `most` ranges of as many steps (the final one may have fewer); x is a range's mean step."""
+    """Average the values over at most `most` ranges with equal numbers of steps (the final range may have fewer); x is a range's mean
+    step."""
     size = -(-len(values) // most)
     found: list[tuple[float, dict[str, float]]] = []
     for i in range(0, len(values), max(size, 1)):

@@ -173,7 +173,7 @@ def prices(broken: Sequence[Price]) -> Table:
 
 
 def columns(*names: str) -> Table:
-    """Return a table of these columns. All columns but the first two are right-aligned and never wrapped."""
+    """Return a table with the given columns. All columns but the first two are right-aligned and never wrapped."""
     drawn = Table(*names, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in drawn.columns[2:]:
         column.justify = "right"

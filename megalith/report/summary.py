@@ -26,8 +26,8 @@ class Incident:
 @dataclass(frozen=True)
 class Merges:
     """Merges of a run with sites, as the first site logged them. `waited`: seconds that the first site's ranks waited for other
-    sites. `used`: fraction of the time in steps and merges (including repeated ones) in which they did not wait. `norm`,
-    `spread`: values of the newest merge."""
+    sites. `used`: fraction of the time in steps and merges (including repeated ones) in which the first site's ranks did not
+    wait. `norm`, `spread`: values of the newest merge."""
 
     count: int
     sites: int

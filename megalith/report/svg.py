@@ -1,7 +1,7 @@
 """Charts as inline SVG: lines, stacked bars, grids. Charts scale with the page and follow its light or dark colours.
 
-Values show on hover. Colours are CSS classes (`c0` .. `c10`, in STYLE). The first eight are after Okabe and Ito's set, which
-people with colour blindness can tell apart."""
+Values show on hover. Colours are CSS classes (`c0` .. `c10`, in STYLE). The first eight colours are after Okabe and Ito's set,
+which people with colour blindness can tell apart."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence

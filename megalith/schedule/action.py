@@ -65,7 +65,7 @@ Row: TypeAlias = tuple[RowEntry, ...]
 
 
 def parse(text: str) -> RowEntry:
-    """Parse a text as an action or overlap; the inverse of `str`. Raises ValueError on anything else."""
+    """Parse a text as an action or overlap; the inverse of `str`. Raises ValueError on any other text."""
     if text.startswith("(") and text.endswith(")"):
         halves = [parse(half) for half in text[1:-1].split(";")]
         match halves:
@@ -110,7 +110,7 @@ class Schedule:
 
     `rows[r]` is what pipeline rank r computes; `placement[s]` is the rank that holds stage s (any map, such as a loop or a V). In
     a bidirectional schedule, the microbatches with the number `mirrored` and above run through the ranks in the other direction.
-    For these microbatches, stage s is on rank `ranks - 1 - placement[s]`, so every stage has two copies.
+    For mirrored microbatches, stage s is on rank `ranks - 1 - placement[s]`, so every stage has two copies.
     """
 
     name: str
@@ -155,10 +155,10 @@ class Schedule:
 
     @cached_property
     def accumulates_in_order(self) -> bool:
-        """True if every stage adds up its gradients in the order of the microbatches. All such schedules give the same bits. I completes
-        the gradients of some weights, and W those of the others, so both I and W must be in order. Full backwards and I's, taken together,
-        must be in order too, and so must full backwards and W's. Two copies of a stage have separate sums of gradients, which are added at
-        the end in another order.
+        """True if every stage adds up its gradients in the order of the microbatches. All schedules that add up gradients in this order
+        give the same bits. I completes the gradients of some weights, and W those of the others, so both I and W must be in order. Full
+        backwards and I's, taken together, must be in order too, and so must full backwards and W's. Two copies of a stage have separate
+        sums of gradients, which are added at the end in another order.
         """
         if self.mirrored is not None and self.mirrored < self.microbatches:
             return False
@@ -189,9 +189,9 @@ def steps(kind: Computation, stages: tuple[int, ...], microbatches: range) -> Ro
 
 
 def renamed(row: Row, name: Callable[[Action], Action | None]) -> Row:
-    """Replace every action of a row by `name` of the action, or remove the action if `name` returns None; of an overlap, the
-    other half then remains alone. A schedule stays valid when all actions of a microbatch are removed, because no microbatch
-    waits for another one.
+    """Replace every action of a row by `name` of the action, or remove the action if `name` returns None; if one half of an overlap is
+    removed, the other half remains alone. A schedule stays valid when all actions of a microbatch are removed, because no microbatch waits
+    for another one.
     """
     found: list[RowEntry] = []
     for entry in row:

@@ -5,8 +5,8 @@ exchanges its experts' tokens. The order of steps is the published one (github.c
 "cut in half"). The following numbers assume p stages in the pipeline, and at least p microbatches: in each direction (DualPipe), or
 in total (DualPipeV). A rank idles at most (p/2 - 1) * (F&B + B - 3 W) before the last rank ends, where F&B is the time of an
 overlapped entry, and it holds the activations of at most p + 1 stages. The idle times are exact if F = I >= W and B <= F&B <= F +
-B. Between a rank's own first and last entry, its idle time is shorter by (p/2 - 2) * (F + B - F&B), or by nothing if p = 2. With
-fewer microbatches, the order is that of a full pipeline without the missing microbatches.
+B. Between a rank's own first and last entry, its idle time is shorter by (p/2 - 2) * (F + B - F&B), or by nothing if p = 2. With fewer than
+p microbatches (in DualPipe, in each direction), the order is that of a full pipeline without the missing microbatches.
 """
 
 from collections import Counter, deque

@@ -9,18 +9,18 @@ from typing import Literal, NamedTuple
 from megalith.schedule.action import Action, Kind, Row, RowEntry, Schedule, computations, parts
 
 BACKWARDS: frozenset[str] = frozenset({"B", "I"})
-"""Computations that take and return a gradient. W is not one of them: it uses only tensors that I kept."""
+"""Computations that take and return a gradient. W is not in this set: it uses only tensors that I kept."""
 
 WEIGHT_GRADIENTS: frozenset[str] = frozenset({"B", "W"})
 """Computations after which a stage's weight gradients of one microbatch are complete."""
 
 WEIGHT_USERS: frozenset[str] = frozenset({"F", "B", "I"})
-"""Computations that read the weights. W is not one of them: it multiplies activations by gradients."""
+"""Computations that read the weights. W is not in this set: it multiplies activations by gradients."""
 
 
 class Channel(NamedTuple):
     """An ordered sequence of messages from one rank to another. A tag (gloo) or a communicator of its own (NCCL) separates a channel
-    from other messages. Without this separation, messages in opposite directions, or activations and gradients, would wait for each
+    from other messages. Without separate channels, messages in opposite directions, or activations and gradients, would wait for each
     other."""
 
     source: int
@@ -39,10 +39,10 @@ class Program:
     tensors without messages. A GATHER makes a stage's weights whole until the end of its next computation (ZeRO 3) or of the step
     (ZeRO 1, 2). A REDUCE belongs to the backward just before it (B, or W if the backward is split) and covers all gradients that
     are not yet reduced. In the stages `retained`, the tensors that a forward keeps for its backward are moved off the device. In
-    the stages `retained`, an OFFLOAD follows each forward: there, the tensors of its microbatch have left the device. A FETCH
-    begins to move them back, one computation before the backward (B or I). In a bidirectional schedule the two ranks that hold a
-    stage share its collectives, but run their two stages in opposite orders. In a bidirectional schedule, every rank therefore
-    gathers its stages at the beginning of the row, and reduces their gradients at the end, in ascending order.
+    the stages `retained`, an OFFLOAD follows each forward: there, the tensors of its microbatch have left the device. A FETCH begins to
+    move a microbatch's tensors back, one computation before the backward (B or I). In a bidirectional schedule the two ranks that hold a
+    stage share its collectives, but run their two stages in opposite orders. In a bidirectional schedule, every rank therefore gathers its
+    stages at the beginning of the row, and reduces their gradients at the end, in ascending order.
     """
 
     schedule: Schedule
@@ -125,11 +125,11 @@ def gives(action: Action, schedule: Schedule) -> Action | None:
 def lower(schedule: Schedule, zero: int, *, ahead: int = 1, retained: Collection[int] = ()) -> Program:
     """Return the program of a schedule under a ZeRO stage. A receive starts `ahead` computations before the computation that uses
     it, so that the transfer overlaps these computations. An early start is safe, because a receive does not block, and each
-    channel's receives are in the order of its sends. ZeRO 0 has one REDUCE per stage, after the stage's last backward. ZeRO 1 also
-    has one GATHER per stage, before the first use of its weights. ZeRO 2 has the same GATHER, but a REDUCE after each backward.
-    ZeRO 3 has a REDUCE after each backward, and a GATHER before each F and B (or I). `retained`: stages whose forwards are followed
-    by an OFFLOAD, and whose backwards are preceded by a FETCH, which starts like a receive. Raises ValueError if `zero` is not 0 to
-    3, or if it is 2 or 3 with a bidirectional schedule.
+    channel's receives are in the order of its sends. ZeRO 0 has one REDUCE per stage, after the stage's last backward. ZeRO 1 has the
+    REDUCE of ZeRO 0, and one GATHER per stage, before the first use of the stage's weights. ZeRO 2 has the GATHER of ZeRO 1, but a REDUCE
+    after each backward. ZeRO 3 has a REDUCE after each backward, and a GATHER before each F and B (or I). `retained`: stages whose forwards
+    are followed by an OFFLOAD, and whose backwards are preceded by a FETCH, which starts `ahead` computations earlier. Raises ValueError if
+    `zero` is not 0 to 3, or if it is 2 or 3 with a bidirectional schedule.
     """
     if zero not in (0, 1, 2, 3):
         raise ValueError(f"zero = {zero} is not a ZeRO stage. Use 0, 1, 2 or 3.")

@@ -1,7 +1,7 @@
 """Restart of a row: a row runs up to its first backward, and again from its beginning if its forwards used wrong weights. All
-ranks learn of the wrong weights in the same step, each at the end of its row's `head`. At that moment, some messages of another
-rank's head may have begun whose other end comes only after this rank's head. Before the restart these messages are completed with
-tensors that no computation reads.
+ranks learn of the wrong weights in the same step, each at the end of its row's `head`. At the end of a rank's head, some messages
+of another rank's head may have begun whose other end comes only after this rank's head. Before the restart, messages that have
+begun at only one end are completed with tensors that no computation reads.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ def head(row: Row) -> Row:
 
 def unmet(program: Program, rank: int) -> tuple[Action, ...]:
     """Return the messages after the head of `rank`'s row whose other end is within the head of another row, in the order of the
-    row. These messages cannot block each other, because both ends of a channel have the same order.
+    row. The returned messages cannot block each other, because both ends of a channel have the same order.
     """
     begun: Counter[Channel] = Counter()  # of a channel's two ends, the one further on
     for row in program.rows:

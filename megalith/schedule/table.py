@@ -43,7 +43,7 @@ def _one_a_rank(ranks: int, microbatches: int) -> int:
 
 
 def _two_rounds(ranks: int, microbatches: int) -> int:
-    """Return the number of microbatches in two rounds. After these, each microbatch that starts replaces one that has ended."""
+    """Return the number of microbatches in two rounds. After two rounds, each microbatch that starts replaces one that has ended."""
     return min(microbatches, 2 * ranks)
 
 
@@ -69,7 +69,7 @@ class Chunks(NamedTuple):
     usual: int
     """The number of stages a rank in pictures, drawn combinations and the planner's search."""
     most: int | None
-    """The largest number; None: no limit."""
+    """The largest number of stages that a rank may hold; None: no limit."""
 
     def nearest(self, wanted: int) -> int:
         """Return the allowed number of stages that is nearest to `wanted`."""
@@ -106,12 +106,13 @@ class Kind:
     """The smallest number of microbatches that has the same peak of microbatches in flight and the same idle time as the full
     number."""
     idle: Idle | None = None
-    """A closed form of a rank's idle time, in units of one microbatch's forward. `backward` is in the same unit; its two halves,
-    and all stages, are assumed to be equal. The function returns None if the formula does not hold; such programs are simulated.
+    """A closed form of a rank's idle time, in units of one microbatch's forward. `backward`, the time of a microbatch's backward, is in the
+    same unit; its two halves, and all stages, are assumed to be equal. The function returns None if the formula does not hold; such
+    programs are simulated.
     """
     fills_and_drains: bool = False
     """Each rank idles just as long as one microbatch takes through a chunk of every other rank, for any number of microbatches
-    and any times (Narayanan et al. 2021). The time of a step therefore needs no simulation."""
+    and any times (Narayanan et al. 2021). The time of a step of such a schedule therefore needs no simulation."""
 
 
 def _filling(ranks: int, microbatches: int, chunks: int, backward: float) -> float:
@@ -233,7 +234,7 @@ def _holds(name: str, chunks: int) -> bool:
 
 def representative_microbatches(name: str, *, ranks: int, microbatches: int) -> int:
     """Return the smallest number of microbatches that has the same peak of microbatches in flight and the same idle time as all
-    microbatches. Interleaved 1F1B with uneven rounds is an exception."""
+    microbatches. For interleaved 1F1B with uneven rounds, only the peak is the same."""
     return kind(name).representative(ranks, microbatches)
 
 

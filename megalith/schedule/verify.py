@@ -82,7 +82,7 @@ def _computed(program: Program) -> Iterator[str]:
 
 def _order(rank: int, row: Row, schedule: Schedule) -> Iterator[str]:
     """Check the order within one rank: forward before backward, I before W, a receive before the computation that uses it, a send after the
-    one that makes it."""
+    computation whose result it sends."""
     place: dict[Action, int] = {}
     for i, entry in enumerate(row):
         for action in parts(entry):

@@ -35,8 +35,8 @@ def zb_h2(ranks: int, microbatches: int) -> Schedule:
 
 
 def _row(rank: int, microbatches: int, *, first: int, behind: int) -> Row:
-    """Return a rank's row, which has `first` forwards, then in turn an I, the W of the microbatch `behind` places before it, and
-    a forward, and at the end the remaining W."""
+    """Return a rank's row: it has `first` forwards, then in turn an I, the W of the microbatch `behind` places before that of the
+    I, and a forward, and at the end the remaining W."""
     row = [Action("F", rank, i) for i in range(min(first, microbatches))]
     for i in range(microbatches):
         row.append(Action("I", rank, i))

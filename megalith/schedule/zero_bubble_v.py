@@ -12,8 +12,8 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
     Rank r holds stages r and 2 * ranks - 1 - r, so the first rank also has the last stage, and a microbatch's backward starts on
     the rank on which its forward began. If F = I = W (of one stage) and there are at least 2 * ranks - 1 microbatches, the
     order is optimal: no rank idles between its first and last computation, and each rank holds the activations of at most 2 * ranks
-    stages, which equal `ranks` microbatches of two stages each. With other times or fewer microbatches the schedule has
-    some bubble. As with ZB-H2, ranks end one after the other.
+    stages, which equal `ranks` microbatches of two stages each. If F, I and W take different times, or with fewer than 2 * ranks - 1
+    microbatches, the schedule has some bubble. As with ZB-H2, ranks end one after the other.
     """
     full = max(microbatches, 2 * ranks - 1)  # the order is made for a full pipeline; microbatches that do not exist are dropped
 

@@ -65,7 +65,7 @@ class Accelerator(Spec):
 
     @property
     def wide(self) -> float:
-        """Dense FLOP/s in `half`. Raises KeyError if `peak` has no rate for that format."""
+        """Dense FLOP/s in `half`. Raises KeyError if `peak` has no rate for `half`."""
         return self.peak[self.half]
 
 

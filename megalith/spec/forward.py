@@ -1,6 +1,7 @@
 """The fields of a model spec on which the forward pass depends, and the differences of two models in these fields. Weights only
 work in the forward pass that they were trained with. A run that starts from a checkpoint's weights (`train.init_from`) must
-therefore have the checkpoint's values of these fields, except where `train.init_from_changes` names a difference.
+therefore have the checkpoint's values of the fields on which the forward pass depends, except where `train.init_from_changes`
+names a difference.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -136,7 +137,7 @@ def differences(before: ModelSpec, after: ModelSpec) -> list[Difference]:
 
 
 def _between(before: Spec, after: Spec, path: str) -> Iterator[Difference]:
-    """Yield the differences of two parts of the same class. If only one of them has some subpart, that is one difference."""
+    """Yield the differences of two parts of the same class. A subpart that only one of the two parts has is one difference."""
     kind = type(before)
     fields = FIELDS[kind]
     for name in kind.model_fields:

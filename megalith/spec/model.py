@@ -302,8 +302,8 @@ class ModelSpec(Spec):
 
     @property
     def balances_microbatches(self) -> bool:
-        """True if a balance loss measures loads over microbatch i of all data ranks. The result of training then depends on the
-        number of sequences in a microbatch."""
+        """True if a balance loss measures loads over microbatch i of all data ranks. If it is True, the result of training
+        depends on the number of sequences in a microbatch."""
         blocks = [*self.blocks, *([self.head.ahead.block] if self.head.ahead else [])]
         routers = [block.mlp.router for block in blocks if isinstance(block.mlp, MoeSpec) and not block.mlp.router.balanced]
         return any(router.balance_set == "batch" and router.balance_weight > 0 for router in routers)

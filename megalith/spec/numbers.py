@@ -22,8 +22,8 @@ class Number:
     bits: int
     """Bits of one number, without its scale."""
     significand: int
-    """Significant bits, including the implicit one. If activations and gradients have different layouts, this is the layout of
-    activations."""
+    """Significant bits, including the implicit one. If a format has one layout for activations and another for gradients, the bits
+    of the layout for activations count."""
     rate: str
     """Key of `Accelerator.peak` for matrix products in this format."""
     scale: Literal["none", "tensor", "block"] = "none"
@@ -133,8 +133,8 @@ class Precision:
     """Format of compute weights, of activations, of the gradients of both, and of messages that contain them."""
     factors: Number
     """Format in which weights and activations enter matrix products in blocks. Other software also keeps activations for weight
-    gradients in it (DeepSeek-V3, arXiv:2412.19437, section 3.3.3; Transformer Engine); in Megalith, `precision.kept` decides.
-    Matrix products in the embedding and the head use `compute`."""
+    gradients in this format (DeepSeek-V3, arXiv:2412.19437, section 3.3.3; Transformer Engine); in Megalith, `precision.kept`
+    decides. Matrix products in the embedding and the head use `compute`."""
     parity: Reordered | Rounded
     """Limits within which the results of a plan must agree with those of one process."""
     products: str = "plain"
@@ -263,8 +263,8 @@ ALIGNED = 16
 
 def aligned(rows: int, columns: int, inner: int, *, tile: int = 0, square: bool = False) -> bool:
     """Return True if torch can multiply 8-bit factors of these sizes, [rows, inner] and [columns, inner]. `tile`: how many
-    numbers along the inner dim share a scale; 0: all. `square`: in the second factor, a square of `tile` rows and `tile` columns
-    shares a scale."""
+    numbers along the inner dim share a scale; 0: all. `square`: True if, in the second factor, each square of `tile` rows and
+    `tile` columns shares a scale."""
     unit = max(ALIGNED, tile)
     return rows % ALIGNED == columns % (unit if square else ALIGNED) == inner % unit == 0 < rows * inner
 
@@ -289,7 +289,8 @@ less than a tile."""
 
 class PrecisionSpec(Spec):
     """Settings of the 8- and 4-bit precisions. "narrow" is the 8- or 4-bit format and "wide" is bf16. Embedding, head, router and
-    norms are always wide. Weight gradients of experts are also wide: otherwise the plan would decide which tokens share a tile."""
+    norms always use the wide format. Weight gradients of experts also use the wide format: otherwise the plan would decide which
+    tokens share a tile."""
 
     input_gradient: Literal["narrow", "wide"] = Field(
         default="narrow", description="format of the inputs of matrix products that compute gradients of activations"

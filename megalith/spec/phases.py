@@ -103,8 +103,8 @@ class Phases:
 
     @cached_property
     def texts(self) -> tuple[int, ...]:
-        """For each phase, the number of the earliest phase with comparable losses: between the two, mixture and sequence length
-        do not change, and the batch never shrinks."""
+        """For each phase, the number of the earliest phase with comparable losses: from that phase to this one, mixture and
+        sequence length do not change, and the batch never shrinks."""
         found = [0]
         for before, now in pairwise(self.all):
             alike = (before.seq_len, before.weights) == (now.seq_len, now.weights) and before.global_batch <= now.global_batch

@@ -255,7 +255,7 @@ class Plan(Spec):
     @property
     def rounding(self) -> Mapping[str, Action]:
         """The `compress` actions, which change numbers, and `keep` for the parts inside compressed ones that are not compressed.
-        A run in one process uses the same actions for comparison."""
+        The run in one process with which a plan is compared uses these actions too."""
         named = self.actions
         short = [part for part, action in named.items() if action == "compress"]
         around = {part: (*PARTS.get(part, ()), *(("mlp.activation",) if part == EXPERTS_ACTIVATION else ())) for part in named}
@@ -325,8 +325,8 @@ AUTO = "segments:auto"
 
 def recomputed(number: int, *, blocks: int, policy: str) -> bool:
     """Return True if block `number` (of the whole model's `blocks`) keeps only its input in forward and is recomputed in its own
-    backward. Under `sqrt`, a segment is recomputed first, and its blocks then keep only their inputs. Blocks of multi-token
-    prediction belong to no segment: each one is recomputed alone.
+    backward. Under `sqrt`, the backward first recomputes a whole segment, whose blocks keep only their inputs and are later
+    recomputed one by one. Blocks of multi-token prediction belong to no segment: each one is recomputed alone.
     """
     if policy in ("full", "sqrt"):
         return True

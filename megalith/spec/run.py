@@ -238,7 +238,8 @@ class OptimizerSpec(Spec):
         return Moments(self.moments, self.moment_block, self.moment_least)
 
     def warmup_updates(self, steps: int) -> int:
-        """Return the number of warm-up updates in a run of `steps` steps. A share above 0 gives at least one update."""
+        """Return the number of warm-up updates in a run of `steps` steps. A warm-up share above 0 gives at least one warm-up
+        update."""
         if isinstance(self.warmup, int):
             return self.warmup
         share = float(self.warmup[:-1]) / 100
@@ -378,12 +379,12 @@ FOLLOWING: dict[type[Spec], tuple[str, ...]] = {
     LaunchSpec: ("start_timeout",),
     FleetSpec: ("node_timeout", "hang_floor", "wait_limit"),
 }
-"""Limits that scale with `launch.timeout` unless they are set: a doubled timeout doubles their defaults. A timeout below its
-default does not shrink these limits, because the longest normal silence on a busy machine stays the same."""
+"""Limits that scale with `launch.timeout` unless they are set: a doubled timeout doubles their defaults. A `launch.timeout` below
+its default does not shrink these limits, because the longest normal silence on a busy machine stays the same."""
 
 
 class RunSpec(Spec):
-    """A whole run. The computation depends on these keys only."""
+    """A whole run. What a run computes depends only on the keys of this class."""
 
     name: str = "run"
     cluster: str = Field(

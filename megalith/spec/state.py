@@ -89,8 +89,8 @@ UPPER = Slot("upper", number="bf16", category="weights", lasting=False)
 """A rank's shard of the upper bits of split master weights, if compute weights are gathered from shards."""
 PIECES: Mapping[str, int] = {"cpu": 1 << 18, "cuda": 1 << 24}
 """Approximate number of elements that an element-wise update expands from 8 or 16 bits to fp32 at a time, by kind of device. On a
-CPU, the elements fit the cache; on a GPU, a kernel on them takes longer than its launch. This number of elements does not affect
-the result."""
+CPU, this many elements fit the cache; on a GPU, a kernel on this many takes longer than its launch. This number of elements does
+not affect the result."""
 GRADIENT = Slot("gradients", category="gradients", zero=2, lasting=False)
 """Gradients summed over microbatches, from the first backward of a step to its update."""
 

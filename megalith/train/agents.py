@@ -1,5 +1,5 @@
 """A run on many machines. An agent process runs on each node, started by an engine (such as Slurm), by hand or, on the node that serves the
-store, by the process that directs the run. The controller runs on that node.
+store, by the process that directs the run. The controller runs on the node that serves the store.
 
 All agents have the run's key, and the store accepts no client without it (docs/security.md).
 
@@ -99,8 +99,8 @@ def serve_node(host: Host, place: Place | None) -> int:
 
 
 def open_data(spec: RunSpec) -> object:
-    """Open the run's data as its ranks will, so that this machine has read the lists of files before they start. Raises DataError if files
-    are missing."""
+    """Open the run's data as its ranks will, so that this machine has read the lists of files before the ranks start. Raises DataError if
+    files are missing."""
     return open_stream(spec, "train")
 
 
@@ -181,7 +181,8 @@ class _Strangers:
 
 
 class _OwnAgent:
-    """The agent of the machine that directs a run. No engine starts this agent, so the directing process restarts a killed one."""
+    """The agent of the machine that directs a run. No engine starts this agent, so the directing process starts a new agent if a signal
+    kills it."""
 
     def __init__(self, host: Host, meeting: str) -> None:
         self._meeting = meeting

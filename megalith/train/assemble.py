@@ -76,7 +76,7 @@ class Trainer:
     def enter(self, phase: Phase, size: int | None = None) -> None:
         """Switch to a phase of the run. All ranks call this together, between two steps, when all earlier steps are verified. Modules,
         state and process groups stay the same, so torch.compile recompiles only functions whose tensor shapes change. `size`: this site's
-        number of samples in a step; None: the site's part of the phase's batch. Raises ValueError if the plan cannot split this number
+        number of samples in a step; None: the site's part of the phase's batch. Raises ValueError if the plan cannot split `size` samples
         evenly."""
         spec = within(during(self.run, phase), size)
         if size is not None and size % (unit := spec.plan.data * spec.plan.microbatch):

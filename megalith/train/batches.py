@@ -31,7 +31,7 @@ def indices(spec: RunSpec, *, first: int, data_rank: int) -> list[range]:
 
 @dataclass(frozen=True)
 class Cut:
-    """A rank's part of each sample, and how documents and later tokens enter the model."""
+    """A rank's part of each sample, whether documents are masked from each other, and the depth of multi-token prediction."""
 
     masked: bool = False  # tokens see their own document only; otherwise rows are single documents
     ahead: int = 0  # depth of the model's multi-token prediction

@@ -171,9 +171,10 @@ def _not_finite(vitals: Vitals, stability: StabilitySpec, history: History) -> D
 def _spike(
     vitals: Vitals, found: tuple[Departure, ...], stability: StabilitySpec, history: History, update: Update
 ) -> Decision | None:
-    """Return a rerun for the first step of a spike, if there is a healer; then the first response in `stability.answers` that is not used
-    up, or None for a step that is only suspected. A batch is not skipped if the weights are known to be damaged. After a jump of the
-    learning rate, which spoils later updates too, a batch is skipped only if the run cannot rewind to before the jump."""
+    """If there is a healer, return a rerun for the first computation of a spike's first step, even if the spike is only suspected.
+    Otherwise return the first response in `stability.answers` that is not used up, or None for a step that is only suspected. A batch is
+    not skipped if the weights are known to be damaged. After a jump of the learning rate, which spoils later updates too, a batch is
+    skipped only if the run cannot rewind to before the jump."""
     if not found or not stability.answers:
         return None
     reason = ", ".join(map(str, found))
@@ -212,7 +213,7 @@ def _rewind(
 
 def _last(vitals: Vitals, reason: str, stability: StabilitySpec, history: History, update: Update) -> Update | Stop:
     """Return the decision when no skip or rewind is left: lower the learning rate, or else end the run, if `stability.answers` allows
-    this. While the rate is lowered, or if neither is allowed, update as usual."""
+    this. While the learning rate is already lowered, or if `stability.answers` allows neither lowering nor stopping, update as usual."""
     if vitals.updates < history.lowered:
         return update
     if "lower" in stability.answers and history.lowerings < stability.rewinds:

@@ -219,8 +219,8 @@ class Loop:
         return done.stop
 
     def _suspicious(self) -> bool:
-        """Return True if the run is in a spike and may rewind to before this state. During such a spike, no regular checkpoint is
-        saved, because it would replace an older, good one; the state at a stop or at the end is saved."""
+        """Return True if the run is in a spike and may rewind to before this state. While the run may still rewind from a spike, no regular
+        checkpoint is saved, because it would replace an older, good one; the state at a stop or at the end is saved."""
         history, stability = self.trainer.state.history, self.spec.stability
         return history.began >= 0 and "rewind" in stability.answers and len(history.rewinds) < stability.rewinds
 

@@ -1,10 +1,11 @@
 """Post-validation: each rank updates first, validates the update later, and undoes it if needed. The next step begins before the norm of
 this step's gradients is known (Qi et al. 2024, arXiv:2401.10241, section 4).
 
-The norm, which decides whether gradients are clipped, is known only after every rank's last backward. If ranks waited for it between two
-steps, a schedule that fills its bubble with the next step's forwards (ZB-H2) would gain nothing. Most steps neither clip nor diverge. So
-each rank updates without clipping, runs the next forwards, and checks the norm before its first backward. If the update was wrong, the
-saved tensors are restored bit for bit, and the forwards run again, so results never differ from those of a synchronous run.
+The norm, which decides whether gradients are clipped, is known only after every rank's last backward. If ranks waited for the norm between
+two steps, a schedule that fills its bubble with the next step's forwards (ZB-H2) would gain nothing. Most steps neither clip nor diverge.
+So each rank updates without clipping, runs the next step's forwards, and checks the norm before the next step's first backward. If the
+update was wrong, the saved tensors are restored bit for bit, and the forwards run again, so results never differ from those of a
+synchronous run.
 """
 
 import time
@@ -128,8 +129,8 @@ class Unchecked:
         self.outcome = carry_out(self.trainer, self.decision, self._vitals, **more)
 
     def batches(self, begun: Sequence[Batch]) -> Sequence[Batch]:
-        """See `Check`. After an update was undone, the loss scale may be lower, and the decay of the learning rate may not have begun
-        yet."""
+        """See `Check`. The batches get the current loss scale and precision, because after an update was undone, the loss scale may be
+        lower, and the final decay of the learning rate may not have begun yet."""
         scale, wide = self.trainer.gradient_scale, self.trainer.wide
         return [replace(each, gradient_scale=scale, work=each.work and replace(each.work, wide=wide)) for each in begun]
 

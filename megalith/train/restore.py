@@ -54,7 +54,7 @@ class Position:
     step: int = 0
     samples: int = 0
     updates: int = -1
-    """Number of updates made. Checkpoints of earlier versions lack this number, which then equals `step`."""
+    """Number of updates made. Checkpoints of earlier versions of Megalith lack the number of updates, which is then set to `step`."""
     history: History = field(default=History(), compare=False)
     callbacks: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """States of the user's own callbacks, by name."""

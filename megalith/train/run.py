@@ -197,7 +197,8 @@ def _watch_link() -> None:
 
 
 def _epoch(world: dist.ProcessGroup) -> int:
-    """Return the epoch of the run folder's owner on every rank. The launcher passed the epoch only to the first rank."""
+    """Return the number (`megalith.epochs`) of the run folder's present owner on every rank. The launcher passed the owner's number only to
+    the first rank."""
     epoch = torch.tensor(int(os.environ.get(epochs.VARIABLE, "0")))
     dist.broadcast(epoch, group=world, group_src=0)
     return int(epoch)

@@ -72,7 +72,7 @@ class RunStore(dist.Store):
         self.set_timeout(timedelta(seconds=client.seconds))
 
     def clone(self) -> "RunStore":
-        """Return this store itself, whose connection threads use in turn."""
+        """Return this store itself; all threads share its connection, one at a time."""
         return self
 
     def set(self, key: str, value: str | bytes) -> None:

@@ -15,7 +15,8 @@ from megalith.spec.run import RunSpec
 
 
 def open_stream(spec: RunSpec, split: Literal["train", "validation"]) -> Stream:
-    """Open a run's data. Held-out text is cut in the same way in all phases, so that its losses can be compared."""
+    """Open a run's data. Held-out text is cut into sequences in the same way in all phases, so that its losses in different phases can be
+    compared."""
     phases = Phases.of(spec).all
     changes = [
         PhaseChange(now.first, now.seq_len, now.weights)

@@ -93,8 +93,9 @@ class StepResult:
 
     @property
     def passes(self) -> int:
-        """Number of passes (forwards and backwards) over the step that the update took. The number is two if the first pass freed
-        the gradients inside the backward without an update, or with one that must be made otherwise (for example clipped)."""
+        """Number of passes (forwards and backwards) over the step that the update took. The number is two if the first pass freed the
+        gradients inside the backward but made no update, or made an update that must be undone and made otherwise (for example with
+        clipping)."""
         return self.outcome.passes
 
     @property

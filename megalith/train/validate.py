@@ -17,7 +17,7 @@ from megalith.train.batches import Cut, count_valid, indices, to_batch
 
 class Validator:
     """Computes held-out losses with forwards of the stages that train. All ranks build this object together, because it creates
-    communicators. Held-out text is cut to `train.seq_len` in all phases of a run."""
+    communicators. Held-out text is cut into sequences of `train.seq_len` tokens in all phases of a run."""
 
     def __init__(self, trainer: Trainer, stream: Stream) -> None:
         plan = trainer.spec.plan

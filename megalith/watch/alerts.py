@@ -1,5 +1,5 @@
 """Alert a person to problems of a run, by a shell command or an HTTP POST that the run file defines. A separate process follows
-the run's log, as the page does, so no rank waits until an alert is delivered."""
+the run's log, as the live page does, so no rank waits until an alert is delivered."""
 
 import json
 import os

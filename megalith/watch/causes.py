@@ -84,7 +84,8 @@ def _find(source: Source) -> CauseReport:
 
 def plans(source: Source) -> list[dict[str, Any]]:
     """Return promising changes of the plan, the largest gain first, each with the time that it should save in a measured step.
-    Predicted terms are scaled to the measured ones. The result is empty without a prediction by the planner."""
+    The predicted seconds of a step's terms are scaled to the measured seconds. The result is empty without a prediction by the
+    planner."""
     predicted = source.predicted or {}
     here, others = predicted.get("time"), predicted.get("others")
     recent = source.recent(["seconds", *{part for parts in TERMS.values() for part in parts}], WINDOW)

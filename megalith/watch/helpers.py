@@ -78,7 +78,8 @@ class WatchHelpers:
 
 
 def _told(command: list[str], what: AlertsSpec | LogSpec) -> "subprocess.Popen[bytes]":
-    """Start a process that gets `what` on its input. The process outlives this one, whose end it notices when its input ends."""
+    """Start a process that gets `what` on its input. The new process outlives this one, and when its input ends, it knows that
+    this process has ended."""
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
     assert process.stdin is not None
     process.stdin.write(what.model_dump_json().encode() + b"\n")

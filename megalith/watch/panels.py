@@ -308,7 +308,8 @@ def experts(source: Source, asked: Asked) -> dict[str, Any]:
 
 def precision(source: Source, asked: Asked) -> dict[str, Any]:
     """Return the relative error by step of each part's gradient, compared with products in the wide format (None: not finite). If
-    a step was compared several times, its newest comparison counts. The parts are those of the newest comparison of all."""
+    a step was compared several times, its newest comparison counts. The returned parts are those of the newest of all
+    comparisons."""
     newest = {one.step: one for one in source.watched}
     looks = [newest[step] for step in sorted(newest)][-POINTS:]
     errors = {part: [one.errors.get(part) for one in looks] for part in (looks[-1].errors if looks else ())}

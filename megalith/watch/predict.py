@@ -23,8 +23,8 @@ LIMIT = 300.0  # seconds that a prediction may take
 
 def predicted(spec: RunSpec) -> dict[str, Any]:
     """Return predictions for a run: the seconds of each term of a step, and under `others` the same for plans that differ in one
-    key; for each pipeline rank, the bytes of its first rank by category; watts and dollars per hour of a device. Figures that
-    cannot be predicted are None, and `why` gives the reason."""
+    key; for each position in the pipeline, the bytes of its first rank by category; watts and dollars per hour of a device.
+    Figures that cannot be predicted are None, and `why` gives the reason."""
     found: dict[str, Any] = {"time": None, "mfu": None, "tokens_per_second": None, "memory": None, "why": ""}
     accelerator = None
     if spec.cluster != "local":

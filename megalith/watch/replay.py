@@ -109,8 +109,8 @@ def medians(rows: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def peers(own: NDArray[np.float64], groups: NDArray[np.int64]) -> NDArray[np.float64]:
-    """For each rank, return the median of the other ranks in its group (of more than 64 ranks: of all), or the rank's own value
-    if it is alone."""
+    """For each rank, return the median of the other ranks in its group (if the group has more than 64 ranks: of all its ranks),
+    or the rank's own value if it is alone in its group."""
     found = own.copy()
     for group in np.unique(groups):
         at = np.flatnonzero(groups == group)
@@ -123,8 +123,8 @@ def peers(own: NDArray[np.float64], groups: NDArray[np.int64]) -> NDArray[np.flo
 
 
 def levelled(own: NDArray[np.float64], pipeline: NDArray[np.int64], place: int) -> NDArray[np.float64]:
-    """Return the ranks' work, with the work of the ranks at pipeline position `place` scaled so that their median is that of the
-    median position."""
+    """Return the ranks' work, with the work of the ranks at pipeline position `place` scaled so that its median equals the median
+    of all positions' median work."""
     middles: Mapping[int, float] = {int(one): float(np.nanmedian(own[pipeline == one])) for one in np.unique(pipeline)}
     found = own.copy()
     found[pipeline == place] *= float(np.median(list(middles.values()))) / middles[place]

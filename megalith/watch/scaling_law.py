@@ -85,7 +85,7 @@ def curve_of(source: Source) -> LossCurve | None:
 
 def fit(curves: Sequence[LossCurve]) -> ScalingLaw:
     """Fit a law to loss curves, by least squares of relative errors. If all curves are of models of one size, the law has no term
-    for the size. Raises ValueError if there are two sizes, which do not determine the term for the size.
+    for the size. Raises ValueError if the curves are of two model sizes, which do not determine the term for the size.
     """
     sizes = {curve.parameters for curve in curves}
     if len(sizes) not in (1, *range(SIZES, len(curves) + 1)):

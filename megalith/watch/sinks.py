@@ -79,8 +79,8 @@ class TensorBoard:
 
 
 class Wandb:
-    """Sink for Weights & Biases. The run there has the id of this run. Offline, its files are in RUN_DIR/wandb, from where `wandb
-    sync` uploads them."""
+    """Sink for Weights & Biases. In Weights & Biases, the run has the same id as in Megalith. Offline, its files are in
+    RUN_DIR/wandb, from where `wandb sync` uploads them."""
 
     def __init__(self, subject: TrackedRun) -> None:
         import wandb  # an extra  # pyright: ignore[reportMissingImports]
@@ -104,8 +104,8 @@ class Wandb:
 
 
 class Trackio:
-    """Sink for Trackio. The run there has the name of this run. The files are in RUN_DIR/trackio; online they go to the Space
-    that TRACKIO_SPACE_ID names."""
+    """Sink for Trackio. In Trackio, the run's name consists of this run's name and id. The files are in RUN_DIR/trackio; online
+    they go to the Space that TRACKIO_SPACE_ID names."""
 
     def __init__(self, subject: TrackedRun) -> None:
         os.environ.setdefault("TRACKIO_DIR", str(subject.folder / "trackio"))
@@ -131,7 +131,7 @@ class Trackio:
 
 
 class Mlflow:
-    """Sink for MLflow. The run there has the id of this run as a tag. The run is stored in RUN_DIR/mlflow.db; online, at
+    """Sink for MLflow. In MLflow, the run has this run's id as a tag. The run is stored in RUN_DIR/mlflow.db; online, at
     MLFLOW_TRACKING_URI."""
 
     def __init__(self, subject: TrackedRun) -> None:

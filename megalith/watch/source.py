@@ -395,8 +395,8 @@ def _left_out(log: Path, end: int) -> int:
 
 
 def _joined(one: View, other: View) -> View:
-    """Join two views. The second view continues the last piece of the first, unless its steps begin before the end of the first
-    view."""
+    """Join two views. The second view continues the last piece of the first, unless the second view's steps begin before the
+    first view ends."""
     if not len(one) or not len(other):
         return one if len(one) else other
     whole = {name: np.concatenate([getattr(one, name), getattr(other, name)]) for name in View.__dataclass_fields__}

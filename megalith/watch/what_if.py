@@ -122,7 +122,8 @@ class WhatIfAnalysis:
         return WhatIfAnswer(what, which, gain, f"{condition} a step would take {less}.")
 
     def _level(self, kind: str) -> NDArray[np.float64]:
-        """Return the ranks' work. The work of one kind is reduced to that of the median rank wherever it is more."""
+        """Return the ranks' work. Wherever a rank's work of kind `kind` is more than the median rank's, it is reduced to the
+        median rank's."""
         of_kind = self.one.own * self._kinds[kind]
         return self.one.own - np.maximum(0.0, of_kind - np.nanmedian(of_kind))
 

@@ -104,7 +104,8 @@ def replay(source: Source, own: NDArray[np.float64], seen: Window) -> Replay | N
 def steady(seen: Window, slow: Iterable[tuple[int, float]]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return each rank's seconds of work in the median step, and the seconds that it would work if no rank were slow. `slow`: the
     slow ranks with their factors. Other ranks differ only by chance, so each is given the median of the ranks with the same part
-    of the model. Otherwise the rank that happens to be the slowest of many could hide the cost of a slow rank.
+    of the model. If their measured seconds were used instead, the rank that happens to be the slowest of many could hide the cost
+    of a slow rank.
     """
     middle, factors = medians(seen.own), dict(slow)
     named = np.array(sorted(factors), dtype=np.int64)

@@ -137,8 +137,8 @@ def _unusual(rope: Json) -> list[str]:
 
 
 def _two_readings(mscale: Any, all_dim: Any) -> list[str]:
-    """Return the problem if YaRN gives only one of `mscale` and `mscale_all_dim`. DeepSeek's code uses 1.0 for the missing
-    setting; transformers then ignores both settings."""
+    """Return the problem if YaRN gives only one of `mscale` and `mscale_all_dim`. DeepSeek's code uses 1.0 for a missing
+    `mscale` or `mscale_all_dim`, whereas transformers then ignores both settings."""
     if (mscale and all_dim) or (mscale in (None, 1.0) and not all_dim):
         return []
     found = f"mscale = {_given(mscale)} with mscale_all_dim = {_given(all_dim)}"

@@ -51,7 +51,7 @@ def readable_errors(*, as_json: bool) -> Iterator[None]:
 @contextmanager
 def lossy_output() -> Iterator[None]:
     """Continue the command when standard output or error cannot be written (closed pipe, full disk): unwritten output is lost. At the
-    end, the other stream reports how much was lost."""
+    end, each of the two streams reports how much the other one lost."""
     before = {name: getattr(sys, name) for name in ("stdout", "stderr")}
     outputs: dict[str, disk.Output] = {}
     for name, stream in before.items():

@@ -26,7 +26,7 @@ class SiteEndedError(RuntimeError):
     """The command of another site has failed, and the remaining sites form no quorum for merges."""
 
     def __init__(self, message: str, status: int) -> None:
-        """`status`: exit status of the other command; negative (minus the signal's number) if the command was killed."""
+        """`status`: exit status of the other site's command; negative (minus the signal's number) if the command was killed."""
         super().__init__(message)
         self.exit_code = status if status > 0 else ExitCode.LOST
 

@@ -1,8 +1,8 @@
 """The recovery policy: a pure function from (state, observation) to commands, without clock, files or processes.
 
-The controller of a real run and the goodput simulator call the same function. Its rules in short: restore the newest complete copy in
-the fastest tier. If a failure repeats at the same step, restore from a slower tier; the third time, stop with a report. Never restore
-damaged copies, and never start over while the run has checkpoints. Replace a broken node by a spare, and do not blame a node for
+The controller of a real run and the goodput simulator call the same function. The policy's rules in short: restore the newest complete
+copy in the fastest tier. If a failure repeats at the same step, restore from a slower tier; the third time, stop with a report. Never
+restore damaged copies, and never start over while the run has checkpoints. Replace a broken node by a spare, and do not blame a node for
 faults that it did not cause. Wait longer before each further start that made no progress.
 """
 

@@ -14,7 +14,7 @@ from megalith.spec.fleet import FleetSpec
 
 
 def rank_failed(state: State, observation: observations.RankFailed, fleet: FleetSpec) -> Decision:
-    """Respond to the death of a rank's process. The copies in its node's memory stay usable, unless the machine is broken."""
+    """Respond to the death of a rank's process. The copies in the memory of the rank's node stay usable, unless the machine is broken."""
     who = (
         f"rank {observation.rank} on {observation.node}"
         if observation.rank is not None
@@ -152,8 +152,8 @@ def gradient_wrong(state: State, observation: observations.GradientWrong, fleet:
 
 
 def straggler(state: State, observation: observations.Straggler, fleet: FleetSpec) -> Decision:
-    """Replace a slow node once its slowness has cost the run as much time as the replacement will cost. The total cost is then at most
-    twice the lowest possible cost."""
+    """Replace a slow node once its slowness has cost the run as much time as the replacement will cost. By this rule, slowness and
+    replacement together cost at most twice the lowest possible cost."""
     reason = f"rank {observation.rank} on {observation.node} computes {observation.ratio:.2f} times as long as the others"
     slot = state.slot(observation.node)
     if observation.lost < observation.replacing or not state.spares or slot is None:

@@ -21,7 +21,7 @@ class State:
     used even if `copies` still has them. `faults`: the times of faults blamed on each node. `quarantined`: the time at which each excluded
     node was excluded. `failed_checks`: consecutive failed health checks of each node. `repeats`: counts of failures by "signature @ step".
     `reruns`: how often each step was repeated in place. `restored`: the copy that this generation restored. `fruitless`: number of starts
-    since the last finished step. `leaving`: nodes to exclude once the state is saved. `damaged`: errors of the data already reported.
+    since the last finished step. `leaving`: nodes to exclude once the state is saved. `damaged`: errors in the data, already reported.
     `least`: number of nodes that the fallback plan needs. `away`: the time since which the copy to restore, or storage, is unavailable.
     """
 

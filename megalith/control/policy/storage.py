@@ -12,7 +12,8 @@ from megalith.spec.fleet import FleetSpec
 
 
 def copy_corrupt(state: State, observation: observations.CopyCorrupt, fleet: FleetSpec) -> Decision:
-    """Never use a damaged copy of the state again, and restore the newest other complete one. The failed start is not counted."""
+    """Never use a damaged copy of the state again, and restore the newest other complete one. The failed start does
+    not count as a start without progress."""
     which = "" if observation.slot is None else f" of slot {observation.slot}"
     reason = f"the copy{which} of step {observation.copy_step} in {observation.tier.value} is damaged" + (
         f": {observation.error}" if observation.error else ""
@@ -88,14 +89,14 @@ def data_damaged(state: State, observation: observations.DataDamaged, fleet: Fle
 
 
 def not_this_run(state: State, observation: observations.NotThisRun, fleet: FleetSpec) -> Decision:
-    """Stop, because a start with the changed file would be a different run. A person must undo the change."""
+    """Stop, because a start with the changed file would be a different run. A person must undo the change of the file."""
     return stop(state, [], ExitCode.FAILED, observation.error)
 
 
 def store_away(state: State, observation: observations.StoreAway, fleet: FleetSpec) -> Decision:
     """Restart later if storage is unavailable; each wait is as long as the storage has been unavailable so far, but from
-    `fleet.backoff` to `fleet.backoff_limit`. No node is blamed, and the failed start is not counted. After `fleet.wait_limit` the
-    run stops, and the same command can resume it."""
+    `fleet.backoff` to `fleet.backoff_limit`. No node is blamed, and the failed start does not count as one without progress. After
+    `fleet.wait_limit` the run stops, and the same command can resume it."""
     since = observation.time if state.away is None else state.away
     gone = observation.time - since
     reason = f"{observation.path} cannot be used at the moment: {observation.error}"

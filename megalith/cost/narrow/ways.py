@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 RATES: Mapping[Granularity, float] = {"tensor": 1.0, "row": 0.75, "tile": 0.68}
 """Relative rate of 8-bit products, by the unit that shares a scale; products with one scale for each tensor have rate 1. The rate for
 tiles is fitted to the H200 of docs/performance.md, "Products in 8 bits". The rate for rows follows from torchao's table of Llama 3 8B on
-8 H100 (docs/source/workflows/training.md): 25.0 % faster with scales of tensors, 10.0 % faster with scales of rows."""
+8 H100 (docs/source/workflows/training.md): 25.0 % faster than bf16 with scales of tensors, 10.0 % with scales of rows."""
 
 CODED: Mapping[Granularity, float] = {"tensor": 5.0, "row": 5.0, "tile": 3.0}
 """Bytes moved to turn a number into a code: it is read in bf16 (twice if its scale must be known first) and written."""

@@ -17,7 +17,7 @@ USED_BY: Mapping[str, tuple[str, ...]] = {
     "restarts": ALLOCATES, "hours": ("slurm",), "partition": ("slurm",), "account": ("slurm",), "image": ("k8s",),
     "namespace": ("k8s",), "volume": ("k8s",),
 }  # fmt: skip
-"""Options that only some engines use. Other engines refuse them instead of ignoring them."""
+"""Options that only some engines use. An engine refuses an option that it does not use, instead of ignoring it."""
 
 
 def given(spec: RunSpec, engine: str, *, run_file: str, run_dir: str, **options: Any) -> tuple[Launch, list[Problem]]:

@@ -127,8 +127,8 @@ def torchrun(spec: RunSpec, launch: Launch, *, endpoint: str) -> str:
 
 
 def variables(launch: Launch) -> dict[str, str]:
-    """Return the environment variables of every process. One of them makes torchrun wait `grace` seconds for its ranks to save
-    when it is stopped."""
+    """Return the environment variables of every process. One of these variables makes torchrun wait `grace` seconds for its ranks
+    to save when it is stopped."""
     return {**FIXED, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(launch.grace), **launch.environment}
 
 

@@ -1,7 +1,7 @@
 """The key of a run: a secret that only the run's own processes know.
 
-It comes from the environment, from a file that the launcher names, or from the run folder. The key is never an argument, and never
-written to a log, a report, `spec.json` or a job file.
+The key comes from the environment, from a file that the launcher names, or from the run folder. The key is never an argument, and
+never written to a log, a report, `spec.json` or a job file.
 """
 
 import contextlib

@@ -261,8 +261,8 @@ class Peers:
             del came[:end]
 
     def _hello(self, peer: _Peer | None, site: int) -> bytes:
-        """Return the first message of a connection to `site`, after the earlier connection `peer` was closed and its messages
-        were read."""
+        """Close the earlier connection `peer` to `site` and wait until its messages are read; then return the first message of a
+        new connection."""
         if peer is not None:
             self._lose(peer)
             for thread in peer.threads[1:]:  # the one that receives

@@ -47,7 +47,7 @@ def opened(folder: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def opened_below(folder: Path, *, create: bool = False) -> Iterator[int]:
-    """Yield a descriptor of a private folder whose parent is private too. Both folders are checked, and both are made if
+    """Yield a descriptor of a private folder whose parent is private too. The folder and its parent are checked, and are made if
     `create`."""
     if create:
         make(folder.parent)

@@ -98,7 +98,7 @@ class ClientHandshake:
     """The client's part of the handshake."""
 
     def __init__(self, key: Key, greeting: bytes) -> None:
-        """`greeting`: the server's GREETING_BYTES. Raises ValueError for any other bytes."""
+        """`greeting`: the server's GREETING_BYTES. Raises ValueError if the bytes are not a greeting."""
         if not greeting.startswith(MAGIC):
             raise ValueError("the process that listens at this address is not the store of a run")
         self._key, own = key, secrets.token_bytes(NONCE_BYTES)

@@ -107,8 +107,8 @@ def _assemble(step: int, copies: Sequence[Copy]) -> Source | None:
 def fall_back(copies: Collection[Copy], used: Source) -> Source | None:
     """Return the next source to try after a run that restored `used` has failed in the same way again. Copies of one step have
     the same digest, and so the same bits, in all tiers. So an earlier step in a slower tier is preferred; the buddy tier does not
-    count as slower than memory, because its copies are made from the same bytes. Without such a copy, return the newest earlier
-    step in any slower tier, else the same step there; None if there is none.
+    count as slower than memory, because its copies are made from the same bytes. If no tier that counts as slower has an earlier
+    step, the buddy tier counts too; without any earlier step, return the same step from a slower tier, else None.
     """
     if used.tier is None:
         return None

@@ -16,17 +16,17 @@ from megalith.cost.doubt import SHARE, Interval, Spread, quantile, spread
 from megalith.planner.published.residuals import Result
 
 Groups = Mapping[str, Sequence[float]]
-"""Logarithms of measured over predicted by source group."""
+"""Logarithms of measured over predicted values, by source group."""
 
 ENOUGH, DRAWS = 8, 20
-"""Minimum number of rows of a stack in the few-shot evaluation, and the number of draws."""
+"""Minimum number of rows of a stack in the few-shot evaluation, and the number of draws of known rows for each stack."""
 
 CLEAR = 1.1
 """Two measured steps differ clearly if their ratio is above this."""
 
 
 def others_of(groups: Groups) -> Callable[[str], Spread]:
-    """Return a function that gives the spread of all groups except one."""
+    """Return a function that gives, for a group, the spread of all other groups."""
     known = {group: spread({name: logs for name, logs in groups.items() if name != group}) for group in groups}
     return known.__getitem__
 
@@ -49,7 +49,7 @@ class Coverage:
 
 
 def covered(groups: Groups, interval: Callable[[str, int], Interval]) -> Coverage:
-    """Return the scores of intervals. `interval`: function from a group and the place of its row to an interval."""
+    """Return the scores of intervals. `interval`: function from a group and the index of one of its rows to the interval of this row."""
     shares, widths, scores = list[float](), list[float](), list[float]()
     for group, logs in groups.items():
         found = [interval(group, place) for place in range(len(logs))]
@@ -89,8 +89,8 @@ def one_for_all(groups: Sequence[Groups]) -> Interval:
 
 
 def few_shot(groups: Groups, others: Callable[[str], Spread], rows: int) -> dict[str, dict[str, float]]:
-    """Return for each stack the median error of its remaining rows before some rows are known, after, and with one known row
-    doubled; and the share of draws in which the doubled row was detected."""
+    """Return for each stack the median error of its rows that are not known: before any row is known, with some known rows, and with the
+    value of one known row doubled; and the share of draws in which the doubled row was detected."""
     found: dict[str, dict[str, float]] = {}
     for group, logs in groups.items():
         if len(logs) < ENOUGH:

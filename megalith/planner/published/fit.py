@@ -112,7 +112,8 @@ def main() -> None:
 
 
 _shared: dict[str, Any] = {}
-"""Arguments of every fit. Forked processes inherit these arguments, because traces are looked up by identity."""
+"""Arguments of every fit. Forked processes inherit these arguments instead of getting pickled copies, because traces are looked up by
+identity."""
 
 
 def _job(group: str) -> Calibration:

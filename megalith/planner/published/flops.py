@@ -1,4 +1,5 @@
-"""FLOPs of a step in the convention of a source, which convert its TFLOP/s back into seconds. Predictions do not use these FLOPs.
+"""FLOPs of a step in the convention of a source, which convert its TFLOP/s back into seconds. Predictions do not use the FLOPs of a
+source's convention.
 
 Conventions differ in two ways: attention is counted in full or halved for the causal mask, and recomputation is counted
 ("hardware") or not ("model").

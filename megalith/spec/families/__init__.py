@@ -1,8 +1,8 @@
 """Model families: the values of `[model]`, one flat spec for each family, chosen by `family` ("llama" by default).
 
-A family is a frozen Spec. Its sizes include `name`, `layers`, `dim`, `vocab`, `context`, `tied` and `init_std`. `build()` returns
-the model as parts; `small(layers, unit, heads_unit)` returns a small model of the same family, whose sizes every split divides.
-Common code is in `common.py`. To add a family, add a module to this folder and an entry to `Model`.
+A family is a frozen Spec. The sizes of a family include `name`, `layers`, `dim`, `vocab`, `context`, `tied` and `init_std`.
+`build()` returns the model as parts; `small(layers, unit, heads_unit)` returns a small model of the same family, whose sizes
+every split divides. Common code is in `common.py`. To add a family, add a module to this folder and an entry to `Model`.
 """
 
 from collections.abc import Mapping

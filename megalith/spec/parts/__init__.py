@@ -60,11 +60,11 @@ class ModelPart(NamedTuple):
     `model.norm` names.
 
     `module` is called like the part that it replaces: `module(dim, spec, rope_slot)` for an attention, `module(dim, spec)` for an
-    MLP or a norm, where `spec` describes the part (`spec.model.AttentionSpec`, `MlpSpec`, `NormSpec`). Its forward takes and
-    returns x [batch, seq, dim]; an attention or an MLP also takes a `models.batch.Batch`. All sizes must be computed from `dim`
-    and `spec`, so that parity tests can build a small part. The part's only state is its parameters: it has no buffers, no state
-    from step to step and no random numbers. Each tensor rank gets the whole sequence and its share of the cut parameters, and
-    Megalith adds up the ranks' results. If no parameter is cut, an MLP or norm is applied to each tensor rank's part of the
+    MLP or a norm, where `spec` describes the part (`spec.model.AttentionSpec`, `MlpSpec`, `NormSpec`). The module's forward takes
+    and returns x [batch, seq, dim]; an attention or an MLP also takes a `models.batch.Batch`. All sizes must be computed from
+    `dim` and `spec`, so that parity tests can build a small part. The part's only state is its parameters: it has no buffers, no
+    state from step to step and no random numbers. Each tensor rank gets the whole sequence and its share of the cut parameters,
+    and Megalith adds up the ranks' results. If no parameter is cut, an MLP or norm is applied to each tensor rank's part of the
     sequence, and every tensor rank computes the whole attention. Pipeline ranks hold whole blocks. Positions come from
     `batch.positions` or `batch.rotary`, never from x, because x is only a part of the sequence on a context rank, and one token
     in generation.
@@ -141,8 +141,8 @@ def named_by(model: Any) -> Mapping[str, str]:
 
 
 def need(model: Any) -> None:
-    """Raise own.OwnPartError unless all of the user's own parts in a checkpoint's model were imported. The name in the checkpoint
-    imports nothing."""
+    """Raise own.OwnPartError unless all of the user's own parts in a checkpoint's model were imported. A part's name in a
+    checkpoint does not make Megalith import it."""
     if missing := [name for name in named_by(model).values() if name not in PARTS]:
         raise own.OwnPartError(
             f"the checkpoint's model has the own parts {', '.join(missing)}, and code that a checkpoint names is not "

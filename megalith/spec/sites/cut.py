@@ -93,9 +93,9 @@ def places_bytes(numel: int, count: int) -> int:
 
 def fragments(shapes: Mapping[str, tuple[int, ...]], sites: SitesSpec) -> tuple[Fragment, ...]:
     """Cut a model into fragments of whole parts (embedding, block, head): parts are sorted by size, the largest first, and each
-    one is added to the fragment that is then the smallest. So equal blocks are assigned in turn, like Streaming DiLoCo's strided
-    fragments (section 3.2). `shapes`: the shape of every merged tensor, by its name in the whole model; a tied tensor has one
-    name."""
+    one is added to the fragment that is then the smallest. So blocks of equal size are assigned to the fragments in turn, like
+    Streaming DiLoCo's strided fragments (section 3.2). `shapes`: the shape of every merged tensor, by its name in the whole
+    model; a tied tensor has one name."""
     parts: dict[str, list[str]] = {}
     for name in shapes:
         parts.setdefault(part_of(name), []).append(name)

@@ -1,6 +1,6 @@
 """The samples that each site reads in each step: a pure function of the run file and of the recorded merges. No torch. If no site
 leaves, site i of M reads the i-th part of each step's batch. When a site leaves, its samples that are not part of any merge are
-returned. Returned samples are assigned to the present sites before new ones, so that no sample is lost or counted twice.
+returned. Returned samples are assigned to the present sites before new samples are, so that no sample is lost or counted twice.
 """
 
 from collections.abc import Collection, Mapping, Sequence

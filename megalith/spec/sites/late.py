@@ -44,7 +44,8 @@ class Backlog:
             each[site] = each.get(site, 0) + samples
 
     def send(self, fragment: int, sent: int, sites: Collection[int]) -> None:
-        """Record that these sites send their differences of a fragment after `sent` steps. A repeated call has no effect."""
+        """Record that these sites send their differences of a fragment after `sent` steps. A repeated call for the same step has
+        no effect."""
         due = self.due[fragment]
         for site in sites:
             if not due.get(site) or due[site][-1].sent != sent:

@@ -53,7 +53,8 @@ class Peak:
 
 def catalogue_peak(asked: str, device: str, precision: str) -> Peak:
     """Return the peak FLOP/s of the actual device (torch's name). The run's `cluster` (`asked`) is used only if the catalogue does not know
-    the actual device, or if `cluster` is a file that describes a device. The name of another catalogued device is ignored."""
+    the actual device, or if `cluster` is a file that describes a device. If the catalogue knows the actual device, a `cluster` that names
+    another catalogued device is ignored."""
     known = cluster.find(device)
     named = None if asked == "local" else cluster.load(asked).accelerator
     other = known not in (None, named) and named in cluster.catalogue().values()

@@ -74,7 +74,7 @@ class Host:
     """State in the host's memory, where the CPU updates it."""
 
     def __init__(self, lots: Mapping[str, Lot], *, weights: bool = False) -> None:
-        """`weights`: each gather makes the compute weights from these master weights."""
+        """`weights`: True if each gather makes the compute weights from the master weights in this home."""
         self.lots = lots
         self.held: dict[tuple[Slot, str], Tensor] = {}
         for name, lot in lots.items():
@@ -129,8 +129,8 @@ class Disk:
     all offloaded tensors of a parameter."""
 
     def __init__(self, lots: Mapping[str, Lot], path: Path, *, most: int, weights: bool = False) -> None:
-        """`most`: the maximum bytes of one tensor in a chunk, except for updates that need the whole share at once. `weights`: each gather
-        makes the compute weights from these master weights."""
+        """`most`: the maximum bytes of one tensor in a chunk, except for updates that need the whole share at once. `weights`: True if each
+        gather makes the compute weights from the master weights in this home."""
         self.lots = lots
         self.pieces: dict[str, list[tuple[int, int, int]]] = {}
         """The pieces of each parameter: the number of the chunk, the index of the piece's first element in the share, and the piece's

@@ -27,8 +27,8 @@ from megalith.train.state import State
 WINDOW = 10
 """Number of recent updates that determine whether the first pass of a step updates."""
 MAXIMUM = 5
-"""The first pass of a step makes the update if at most this many of the last WINDOW updates were clipped. If more were clipped, discarded
-updates would cost more time than the avoided second passes would save."""
+"""The first pass of a step makes the update if at most this many of the last WINDOW updates were clipped. If more of these updates were
+clipped, discarded updates would cost more time than the avoided second passes would save."""
 
 
 class Pace:

@@ -21,8 +21,8 @@ from megalith.spec.state import Place
 from megalith.train.offload.slot_file import StateFileError, move_all
 
 BEHIND = 2
-"""The number of blocks whose activations may be in transfer to a tier at once. The next block waits for the oldest transfer, so that device
-memory is limited."""
+"""The number of blocks whose activations may be in transfer to a tier at once. If so many are in transfer, the next block waits for the
+oldest transfer, which limits the device memory that they use."""
 
 
 class TierUsage:
@@ -31,7 +31,7 @@ class TierUsage:
     def __init__(self) -> None:
         self.held = self.most = 0
         self.observe: Callable[[Tensor], None] = lambda tensor: None
-        """Called with each offloaded tensor in the host's memory."""
+        """A function that is called with each offloaded tensor in the host's memory."""
 
     def hold(self, owner: object, size: int) -> None:
         """Count `size` bytes as long as `owner` lives."""
@@ -187,8 +187,8 @@ class DiskFile:
         return copies
 
     def reserve(self, owner: object, size: int) -> int:
-        """Reserve `size` bytes of the file for `owner`, as long as that object lives; return the first byte. Bytes may be reused before
-        their old content is written, because one thread writes in the order of the calls."""
+        """Reserve `size` bytes of the file for `owner`, as long as that object lives; return the first byte. Bytes may be reserved again
+        while the write of their old content is still pending, because one thread makes all writes in the order of the calls."""
         if free := self._free[size]:
             start = free.pop()
         else:

@@ -17,8 +17,8 @@ from megalith.train.offload.slot_file import FREE, Layout, SlotFile, StateFileEr
 
 
 class Slots:
-    """The chunks of one rank. A chunk consists of segments, which are read one at a time or all at once. The room for two slots is reserved
-    here, so that the disk cannot be full in a later step. Raises StateFileError if the disk has too little room.
+    """The chunks of one rank. A chunk consists of segments, which are read one at a time or all at once. Construction reserves the room for
+    two slots on the disk, so that the disk cannot be full in a later step. Raises StateFileError if the disk has too little room.
     """
 
     def __init__(self, path: Path, chunks: Sequence[tuple[str, Sequence[int]]], *, dry: bool = False) -> None:
@@ -58,7 +58,7 @@ class Slots:
             self._fresh.get(chunk, self._used[chunk]).read(chunk, into, segment)
 
     def write(self, chunk: int, body: Tensor, *, counts: bool = False) -> None:
-        """Write a chunk into its unused slot. `counts`: the slot is valid at once, and the write cannot be undone."""
+        """Write a chunk into its unused slot. `counts`: True if the slot is valid at once and the write cannot be undone."""
         if self.dry:
             return
         used = self._used[chunk]

@@ -23,7 +23,7 @@ class Cut(NamedTuple):
     offset: tuple[int, ...]
     sizes: tuple[int, ...]
     counted: bool = True
-    """True on the first of the ranks that hold the same share. Only this rank contributes the share to a sum over ranks."""
+    """True on the first of the ranks that hold the same share. Only that first rank contributes the share to a sum over ranks."""
 
     @property
     def first_column(self) -> bool:
@@ -56,7 +56,8 @@ class GlobalTensors:
     groups: Groups | None = None
     """The process groups; None: this process holds every parameter whole."""
     tied: frozenset[str] = frozenset()
-    """Names of parameters that both ends of the pipeline hold. Each end computes its own update, and the two updates must be equal."""
+    """Names of parameters that both ends of the pipeline hold. Each end computes its own update of these parameters, and the two updates
+    must be equal."""
 
     @classmethod
     def of(

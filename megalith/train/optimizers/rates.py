@@ -35,7 +35,8 @@ def learning_rate(update: int, *, spec: OptimizerSpec, steps: int, branch: Branc
 
 def _branched(update: int, branch: BranchSpec, spec: OptimizerSpec) -> float:
     """Return the rate of an update of a branch. A branch's own decay goes from the original schedule's rate in the branch's first update to
-    the minimum in the decay's last update. The decay has the form 1 - sqrt if the schedule is `1-sqrt`; otherwise it is linear."""
+    the minimum in the decay's last update. A branch's own decay has the form 1 - sqrt if the schedule is `1-sqrt`; otherwise it is
+    linear."""
     begins = branch.updates if branch.decay else update
     start = learning_rate(min(begins, update, branch.steps - 1), spec=spec, steps=branch.steps)
     if update < branch.updates or not branch.decay:

@@ -105,8 +105,8 @@ def alike(parts: Sequence[Part]) -> Iterator[list[Part]]:
 
 
 class Optimizer:
-    """The update rules of a rank: the row in `spec.optimizers` of a parameter's optimizer names its rule. Ranks of one pipeline place hold
-    shares of the same parameters, so they use the same rules."""
+    """The update rules of a rank. A parameter's optimizer is a row of `spec.optimizers`, which names the rule. Ranks of one pipeline place
+    hold shares of the same parameters, so they use the same rules."""
 
     def __init__(
         self, spec: OptimizerSpec, treated: Mapping[str, Treatment], whole: GlobalTensors, *, target: str | None = None

@@ -1,4 +1,5 @@
-"""Converts moments and master weights in few bits to fp32 for update rules, and back. An elementwise rule gets them one piece at a time."""
+"""Converts moments and master weights in few bits to fp32 for update rules, and back. An elementwise rule gets the fp32 numbers one piece
+at a time."""
 
 from collections.abc import Iterator, Sequence
 from math import gcd
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from megalith.train.optimizers.rule import Part
 
 WORD = 16
-"""The number of bits of an fp32 number that bf16 lacks."""
+"""The number of bits by which an fp32 number is longer than a bf16 number."""
 LANES = 64
 """Pieces are padded to whole SIMD vectors of this length. Kernels round the elements after the last whole vector differently, so without
 padding the bits would depend on the size of pieces."""
@@ -142,8 +143,8 @@ class PackedState(NamedTuple):
         lower.copy_(low)
 
     def _filled(self, part: "Part", weight: Tensor, gradient: Tensor, near: dict[Slot, Tensor]) -> "Iterator[Part]":
-        """Yield a flat piece. If its moments are in few bits, the piece is padded to whole vectors; otherwise it has the same length as
-        with state in fp32."""
+        """Yield a flat piece. A flat piece whose moments are in few bits is padded to whole SIMD vectors; any other piece has the same
+        length as with state in fp32."""
         few = any(slot.number != "fp32" for slot in near)
         numbers, missing = weight.numel(), -weight.numel() % LANES if few else 0
         whole = [

@@ -36,7 +36,7 @@ class Done(NamedTuple):
 
 class Callback(Protocol):
     """The interface of a callback: a class without constructor arguments, or an instance. Each rank has its own instance, and calls it
-    after each step, in order, once the step's outcome is known.
+    after each step, in the order of the steps, once the step's outcome is known.
 
     All ranks of a site pass the same numbers to the callback, so its state is the same on all of them; ranks compare the states at each
     checkpoint. A callback that keeps state from step to step must also have `state` and `load`; if it lacks them and its attributes change

@@ -24,8 +24,8 @@ Call = Callable[[nn.Module, Tensor, Batch], Tensor]
 
 
 def try_parts(sizes: OwnPartsSpec, *, masked: bool) -> None:
-    """Build a small model of this family, and run each of the user's own parts on the CPU: forward as a whole; attention, and parts with
-    cuts, also forward and backward, whole and split as for two tensor-parallel ranks.
+    """Build a small model of this family, and run each of the user's own parts on the CPU: the forward of each part as a whole; for an
+    attention or a part with cuts, also forward and backward, both whole and split as for two tensor-parallel ranks.
 
     Raises own.OwnPartError if a part draws random numbers, changes the shape, uses tokens that it must not see, or gives other results with
     its declared cuts. `masked`: documents of a sequence must not see each other."""
@@ -157,7 +157,8 @@ class _Trial(Split):
 
 
 class _Alone(nn.Module):
-    """An attention core in which each token sees only itself. Its output also depends on queries and keys, which contain the positions."""
+    """An attention core in which each token sees only itself. The core's output also depends on queries and keys, which contain the
+    positions."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         keys, values = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))

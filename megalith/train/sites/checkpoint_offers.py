@@ -10,10 +10,10 @@ def called(offered: Mapping[int, Sequence[CheckpointOffer]], spec: SitesSpec) ->
     """Return the checkpoint to begin from (None: the initial weights), and the site that decides merges from there on.
 
     `offered`: the checkpoints of each present site. The newest checkpoint records which sites trained when it was saved. The first choice
-    is the newest checkpoint that all sites that trained then hold (not counting sites that are absent or have no checkpoint), because no
-    site's state is lost. The second choice is the newest checkpoint that a quorum holds; the other sites get its weights. The last choice
-    is the newest checkpoint of all. Merges are decided by the site that the run file names, or else by the first site that holds the chosen
-    checkpoint. Raises ValueError if the named site has no checkpoint but other sites have one.
+    is the newest checkpoint that is held by all sites that trained when the newest one was saved (not counting sites that are absent or
+    have no checkpoint), because no site's state is then lost. The second choice is the newest checkpoint that a quorum holds; the other
+    sites get its weights. The last choice is the newest checkpoint of all. Merges are decided by the site that the run file names, or else
+    by the first site that holds the chosen checkpoint. Raises ValueError if the named site has no checkpoint but other sites have one.
     """
     age = lambda cut: (cut.samples, cut.step, cut.mark)  # noqa: E731
     every, decides = {cut for cuts in offered.values() for cut in cuts}, spec.decides

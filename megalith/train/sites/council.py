@@ -1,14 +1,14 @@
 """How the leading ranks of sites agree on merges: which merges are made, which site decides them, and which sites take part.
 
 One site is the decider. At a merge, the decider waits for the weight differences of all sites that train, but no longer than a grace
-period, and sends its verdict to all sites. With asynchronous merges, it waits for a quorum, and for sites whose differences have missed the
-allowed number of merges. A verdict needs a quorum: more than half of the run's sites, or a group that includes the site named in the run
-file. The quorum counts the decider, the sites whose differences arrived, and the sites that only follow the decider's merges. A follower
-must have sent a message since the merge was due, because a cut connection looks intact for a while. The merges under one decider form a
-sequence, called a line. A site takes part in only one line at a time. If a network failure splits the sites, at most one half
-makes merges, because no site takes part in two lines at once and two quorums always share a site. If a line has no quorum or loses its
-decider, the sites whose differences are due wait at the merge for the other sites (`meeting`). All other sites exit; when restarted, they
-join with the others' weights, or begin from a checkpoint (`Council.begin`).
+period, and sends its verdict to all sites. With asynchronous merges, the decider waits only for the differences of a quorum, and for sites
+whose differences have missed the allowed number of merges. A verdict needs a quorum: more than half of the run's sites, or a group that
+includes the site named in the run file. The quorum counts the decider, the sites whose differences arrived, and the sites that only follow
+the decider's merges. A site that only follows is counted if it has sent a message since the merge was due, because a cut connection looks
+intact for a while. The merges under one decider form a sequence, called a line. A site takes part in only one line at a time. If a network
+failure splits the sites, at most one half makes merges, because no site takes part in two lines at once and two quorums always share a
+site. If a line has no quorum or loses its decider, the sites whose differences are due wait at the merge for the other sites (`meeting`).
+Sites whose differences are not due exit; when restarted, they join with the others' weights, or begin from a checkpoint (`Council.begin`).
 """
 
 import math
@@ -53,8 +53,8 @@ class Council(SiteMessenger):
 
     def begin(self, cuts: Sequence[CheckpointOffer], seconds: float) -> Beginning | None:
         """Meet the other sites, and agree with them on the state from which to begin; return None if `seconds` were not enough, so that the
-        caller must call again. `cuts`: this site's checkpoints. A site with a checkpoint of the end of the run waits as at a merge. Raises
-        PeerGone if too few sites connect in time."""
+        caller must call again. `cuts`: this site's checkpoints. A site that has a checkpoint of the end of the run behaves like a site that
+        waits at a merge. Raises PeerGone if too few sites connect in time."""
         self._cuts, newest = cuts, max(cuts, default=None)
         end = newest if newest is not None and newest.ended and not self.spec.exchanges_gradients else None
         if self._wire is None:

@@ -170,9 +170,9 @@ class Sites:
 
     def after_step(self, step: int, *, stop: bool) -> Round:
         """Send and merge the fragments that are due after `step` steps of the run; if no samples are left, all fragments. `stop`: this site
-        was asked to stop, and announces this in its next message. If the other sites cannot continue without this site, all stop at the
-        same merge. If it is asked to stop while the other sites are absent, it stops before a merge (`Progress.midway`), and another call
-        makes the remaining merges."""
+        was asked to stop, and announces this in its next message. If this site stops and the other sites cannot continue without it, all
+        stop at the same merge. If this site is asked to stop while the other sites are absent, it stops before a merge (`Progress.midway`),
+        and another call makes the remaining merges."""
         self._stop |= stop
         if self._council is not None:
             self._council.listen()

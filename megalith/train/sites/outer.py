@@ -1,9 +1,9 @@
-"""The arithmetic of a merge. All operations are elementwise, so each rank can compute its own share, and every site gets the same bits.
-An anchor and its velocity may be in host memory (`sites.place`); their arithmetic is then done on the host, with the same bits.
+"""The arithmetic of a merge. All operations in this module are elementwise, so each rank can compute its own share, and every site gets the
+same bits. An anchor and its velocity may be in host memory (`sites.place`); their arithmetic is then done on the host, with the same bits.
 
 A site sends the difference between the weights of the newest merge (the anchor) and its own weights. The mean of the differences over sites
 is the outer gradient, with which SGD updates the anchor; with Nesterov's momentum, this is DiLoCo (arXiv:2311.08105, algorithm 1).
-Operations are kept separate, because fused operations would round differently.
+Multiplications and additions are separate operations, because fused ones would round differently.
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ def average(anchor: Tensor, gradient: Tensor) -> None:
 
 def correct(weight: Tensor, anchor: Tensor, early: Tensor) -> None:
     """Correct a site's weights in place: replace the outer step that the site took early and alone, to `early`, by the outer step of all
-    sites, to `anchor`. What the site has trained since then is kept."""
+    sites, to `anchor`. The site's training since its early step is kept."""
     weight.add_((anchor - early).to(weight.device))
 
 

@@ -1,8 +1,8 @@
 """Encodes whole tensors for messages: all elements, or only the largest elements of each chunk, with their indices.
 
 The sorted indices are encoded in Elias-Fano code: the low bits of each index, and then the high bits of all indices in unary code, with a
-one for each index and a zero for each increase of the high bits by one. The size depends only on the number of indices and elements. If the
-indices are sparse, each takes less than one bit more than in the shortest possible code.
+one for each index and a zero for each increase of the high bits by one. The size of the encoded indices depends only on the number of
+indices and of elements. If the indices are sparse, each takes less than one bit more than in the shortest possible code.
 """
 
 import torch

@@ -67,8 +67,8 @@ class Round:
 
 @dataclass(frozen=True)
 class StepShare:
-    """The samples of one step. `share`: the samples that this site reads; None: none. `samples`: how many all sites read. `schedule`: the
-    step's number in the learning-rate schedule, computed from the samples read before."""
+    """The samples of one step. `share`: the samples that this site reads; None: none. `samples`: the number of samples that all sites
+    together read. `schedule`: the step's number in the learning-rate schedule, computed from the samples read before this step."""
 
     share: Share | None
     samples: int

@@ -133,7 +133,7 @@ class ReplayedCouncil(Council):
         return len(set(sites)) == self.spec.count
 
     def _may_stand(self, merge: Pending) -> bool:
-        """False, because only the sites that the record names can continue."""
+        """False: this site never waits at a merge for a new line, because only the sites that the record names can continue."""
         return False
 
     def _judged(self, merge: Pending) -> Verdict | None:

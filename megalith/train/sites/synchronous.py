@@ -1,8 +1,8 @@
 """Data parallelism between sites: in every step, sites exchange gradients instead of weights, so that all sites make the same update. The
-ranks of a site reduce their gradients as in a run without sites. Then the leading rank gathers the whole gradients and sends them to the
-other sites, and each rank computes the mean over all sites for its share. The gradient norm is the norm of this mean. All sites have the
-same weights and moments after each step, and no site can miss a step. Therefore a merge needs all sites, and after a fault all sites begin
-from the same checkpoint.
+ranks of a site reduce their gradients as in a run without sites. After a site's reduction, its leading rank gathers the whole gradients and
+sends them to the other sites, and each rank computes the mean over all sites for its share. The gradient norm is the norm of the mean
+gradient over all sites. All sites have the same weights and moments after each step, and no site can miss a step. Because no site can miss
+a step, a merge needs all sites, and after a fault all sites begin from the same checkpoint.
 """
 
 from collections.abc import Mapping, Sequence
@@ -139,7 +139,7 @@ class AllSitesCouncil(Council):
 
     def _ended(self, merge: Pending) -> bool | None:
         """Decide as `Council` does whether this site may exit. Raises PeerGone if a site was restarted before it saved the final step,
-        because it needs all other sites to repeat its lost steps."""
+        because a restarted site can repeat its lost steps only with all other sites."""
         if lost := {site for site in merge.due - self._leaving.saved(merge.mark) if not self._roll.takes_part(site)}:
             raise PeerGone(f"{are(lost, self.spec)} away and had not saved the final step, but data parallelism needs all sites")
         return super()._ended(merge)

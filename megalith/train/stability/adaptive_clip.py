@@ -43,7 +43,7 @@ class AdaptiveClip:
     @torch.no_grad()
     def clip(self, *, number: int) -> None:
         """Multiply each gradient whose norm is above its limit by a factor below 1. `number`: the number of updates made so far. Before
-        update `adaptive_clip_after`, gradients do not change, and the smallest norm so far becomes the usual norm."""
+        update `adaptive_clip_after`, no gradient is changed, and each parameter's smallest norm so far becomes its usual norm."""
         norms, usual = self._norms(), self.usual.double()
         factors = torch.ones_like(norms)
         if number < self.spec.adaptive_clip_after:

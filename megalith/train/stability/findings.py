@@ -1,8 +1,9 @@
 """Findings about a spike, and their form in the log: the likely causes with their evidence, strongest evidence first. All functions are
 pure. The strongest evidence is a recomputed step that gives different numbers from the same state and samples, because one of the two
 computations must have been wrong. The second strongest evidence is a recent jump of the learning rate; the third is the loss of the
-previous batch, computed again. If this loss is unchanged, the weights are good, and the samples are the cause. If this loss has changed,
-the weights are damaged, and recomputed steps show whether a computing error or training itself damaged them.
+previous batch, computed again. If the previous batch's loss is unchanged, the weights are good, and the samples are the cause. If the
+previous batch's loss has changed, the weights are damaged, and recomputed steps show whether a computing error or training itself damaged
+them.
 """
 
 import math
@@ -37,7 +38,7 @@ class SampleLoss:
 @dataclass(frozen=True)
 class RecomputedWindow:
     """A window of recomputed steps. `step`: the first step that gave different numbers; None: all steps gave the same numbers. `was`,
-    `now`: the loss of this step in the run and in the recomputation."""
+    `now`: the loss of step `step` in the run and in the recomputation."""
 
     steps: int
     step: int | None = None

@@ -1,8 +1,9 @@
 """Finds the cause of a spike, in which a run's numbers leave their bands, and restores a good state, on all ranks together. Without a
 spike, the healer only records one entry for each step. In the first step of a spike, it makes two recomputations: the loss of the previous
 batch, which distinguishes damaged weights from bad samples, and the step itself, which reveals a computing error. A rewind restores the
-state from a copy in memory or from a checkpoint, and no rank restarts. The steps since a copy in memory are recomputed, to compare their
-numbers. If the run is killed at any point, it restarts from the remaining copies and makes the same decisions.
+state from a copy in memory or from a checkpoint, and no rank restarts. After a rewind to a copy in memory, the steps since this copy are
+recomputed, to compare their numbers with those of the run. If the run is killed at any point, it restarts from the remaining copies and
+makes the same decisions.
 """
 
 import math
@@ -61,7 +62,7 @@ class Target:
 
 @dataclass(frozen=True)
 class _Past:
-    """A finished step. `factor`: the factor by which its gradients were multiplied; None: there was no update."""
+    """A finished step. `factor`: the factor by which the step's gradients were multiplied; None: there was no update."""
 
     step: int
     loss: float
@@ -163,8 +164,8 @@ class Healer:
         return replace(found, samples=named, typical=median(losses.values()))
 
     def _in_order(self) -> bool:
-        """True if this rank computes the microbatches of the last stage in order. Ranks of
-        bidirectional pipelines compute them in another order."""
+        """True if this rank computes the microbatches of the last stage in order. Ranks of bidirectional pipelines compute these
+        microbatches in another order."""
         program = self.trainer.executor.program
         slots = (action for slot in program.rows[self.trainer.groups.coordinates["pipeline"]] for action in parts(slot))
         order = [action.microbatch for action in slots if action.kind == "F" and action.stage == program.stages - 1]

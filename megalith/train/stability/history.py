@@ -142,7 +142,7 @@ class History:
 
     def spikes(self, found: Sequence[Departure]) -> bool:
         """Return True if a step with these departures is part of a spike: the step before was outside too, or there is a spike already,
-        or both numbers are outside, or one is by far."""
+        or both the loss and the norm are outside, or one of them is far outside."""
         return bool(found) and (self.began >= 0 or len(found) > 1 or any(one.gross for one in found))
 
     def nearby(self, step: int, spec: StabilitySpec) -> int | None:
@@ -206,7 +206,7 @@ class History:
         return replace(self, calm=self.calm + 1) if self.outside and self.calm + 1 < CALM else self.over()
 
     def over(self) -> "History":
-        """Return this history without a current spike. Its losses and norms are kept."""
+        """Return this history without its current spike, but with all its losses and norms."""
         return replace(self, began=-1, outside=0, calm=0)
 
     def rewound(self, copy: "History", *, step: int, to: int, undone: int) -> "History":

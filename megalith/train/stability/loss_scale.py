@@ -45,8 +45,9 @@ class Scale(NamedTuple):
         return Scale(min(self.exponent + 1, LARGEST), overflows=self.overflows)
 
     def overflowed(self, spec: LossScaleSpec) -> "Scale | None":
-        """Return the scale after gradients overflowed. The first `hysteresis` - 1 overflows since the scale last grew do not change it;
-        each further overflow halves it, as in Megatron-LM's DynamicGradScaler. Return None if it must be halved but is at its minimum."""
+        """Return the scale after gradients overflowed. The first `hysteresis` - 1 overflows since the scale last grew do not change the
+        scale; each further overflow halves it, as in Megatron-LM's DynamicGradScaler. Return None if the scale must be halved but is at its
+        minimum."""
         spent, floor = min(self.spent + 1, spec.hysteresis), exponent_of(spec.floor)
         if spent < spec.hysteresis:
             return Scale(self.exponent, spent=spent, overflows=self.overflows + 1)

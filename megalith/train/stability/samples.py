@@ -17,7 +17,7 @@ class SampleLosses:
     each collects the loss of its part."""
 
     def __init__(self, trainer: Trainer, *, count: int) -> None:
-        """`count`: the number of this rank's samples in the step. Losses that are computed later are ignored."""
+        """`count`: the number of this rank's samples in the step. After the losses of this many samples, further losses are ignored."""
         # later losses may be those of other ranks' samples, which verification computes before the losses are requested
         self._count = count
         self._losses: list[tuple[float, int]] = []
