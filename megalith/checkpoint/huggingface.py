@@ -288,7 +288,7 @@ def _weight_files(folder: Path) -> list[Path]:
         found = sorted(set(named.values()))
         wrong = [file for file in found if Path(file).name != file or not (folder / file).exists()]
         if wrong:
-            raise ForeignModelError(f"{index} names files that are not in its folder: {', '.join(wrong)}. {AGAIN}")
+            raise ForeignModelError(f"{index} names files that its folder lacks: {', '.join(wrong)}. {AGAIN}")
         return [folder / file for file in found]
     pickled = sorted(path.name for path in folder.glob("*.bin"))
     if pickled:

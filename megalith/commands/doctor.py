@@ -129,7 +129,7 @@ def _calibrate(out: Path, ranks: int, seconds: float, *, overwrite: bool, as_jso
         print_json({"ok": True, "out": str(out)} | found.to_json())
     else:
         at_work = counted(found.cluster.count, "rank")
-        print(f'written: {out}\nnext: cluster = "{out}" in a run file of {at_work}, or megalith plan --cluster {out}')
+        print(f'written: {out}\nnext: cluster = "{out}" in a run file whose plan has {at_work}, or megalith plan --cluster {out}')
 
 
 def _described(rows: Sequence[tuple[str, str]]) -> Table:

@@ -20,7 +20,7 @@ def command(
 ) -> None:
     """Convert another program's weights into a checkpoint, and write a run file that starts from this checkpoint.
 
-    Example:  megalith import Llama-3.2-1B --from hf --out checkpoints/llama
+    Example:  megalith import downloads/Llama-3.2-1B --out checkpoints/llama
     """
     one_of("--from", from_, "hf")
     if not source.is_dir():

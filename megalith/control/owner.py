@@ -204,9 +204,9 @@ def hold(run_dir: Path, *, wide: bool = False) -> Iterator[Owner]:
     """Own a run folder while the block runs. The caller must not write to the folder before the block. `wide`: the ranks will be on
     several machines.
 
-    Raises InUseError, with the owner's process, host and time, if another process owns the folder; the folder is then unchanged.
-    If the last owner may still run on another machine, the call takes as long as that owner's lease. Raises OSError if the folder
-    cannot be made, or its file system is not mounted.
+    Raises InUseError, with the owner's process, host and time, if another process owns the folder; the folder is then unchanged. If the
+    last owner may still run on another machine, the call watches for signs of it, at most for as long as its lease. Raises OSError if the
+    folder cannot be made, or its file system is not mounted.
     """
     disk.check_mounted(run_dir)
     folder = run_dir.resolve() / "ranks"

@@ -138,7 +138,7 @@ class PartTimes:
 
 
 def part_times(traced: Parts, setting: Setting) -> PartTimes:
-    """Return the seconds of each distinct part."""
+    """Return the seconds of each part. Equal blocks are computed once."""
     format, router = setting.workload.format, router_of(setting.workload)
     wide = PRECISIONS[format].compute.name  # of embedding and head, which no narrow format multiplies
     after: tuple[Phase, ...] = ("I",) if setting.workload.frozen else ("I", "W")

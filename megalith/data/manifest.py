@@ -71,7 +71,7 @@ class SkippedFiles(Spec):
     names: tuple[str, ...]
 
     def __str__(self) -> str:
-        """A phrase such as "2 binary (1 .parquet, 1 .png): a.parquet, b.png"."""
+        """The files that were left out for one reason, such as "2 binary (1 .parquet, 1 .png): a.parquet, b.png"."""
         endings = ", ".join(f"{count} {ending}" for ending, count in self.endings.items())
         more = f" and {self.count - len(self.names)} more" if self.count > len(self.names) else ""
         return f"{self.count} {self.reason} ({endings}): {', '.join(self.names)}{more}"

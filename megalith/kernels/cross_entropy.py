@@ -74,9 +74,9 @@ def cross_entropy(
     `multiply` computes the three products with `weight`. Only gradients, not losses, are multiplied by `gradient_scale`. Without
     `gradient_scale`, small gradients would become 0 in the narrow format that gradients have from here on.
 
-    `of_token`: a function for the loss of each token in place of cross-entropy; its loss is then also `Loss.nll`. The function
-    gets whole rows of finished logits; `gather` joins them if the vocabulary is split. Raises ValueError if the function does not
-    return one floating-point value per token.
+    `of_token`: a function for the loss of each token in place of cross-entropy; its loss is then also `Loss.nll`. `of_token` gets whole
+    rows of finished logits; `gather` joins them if the vocabulary is split. Raises ValueError if the function does not return one
+    floating-point value per token.
     """
     rows = chunk or chunk_rows(weight.shape[0], capped=softcap is not None)
     terms = _Terms(scale, z_loss, logit_scale, softcap, gradient_scale, offset, reduce, multiply, of_token, gather)
@@ -177,9 +177,8 @@ def _own_chunk(
         logits = finish(leaf, logit_scale=terms.logit_scale, softcap=terms.softcap)
         each = of_token(logits, targets.clamp(min=0))
         if not isinstance(each, Tensor) or each.shape != targets.shape or not each.is_floating_point():
-            found = (
-                f"a tensor of shape {list(each.shape)}, {each.dtype}" if isinstance(each, Tensor) else f"a {type(each).__name__}"
-            )
+            kind = f"a {type(each).__name__}"
+            found = f"{each.dtype} numbers of shape {list(each.shape)}" if isinstance(each, Tensor) else kind
             raise ValueError(
                 f"train.loss must return one floating-point value for each of {len(targets)} tokens, but returned {found}"
             )

@@ -76,8 +76,8 @@ class Space:
     offload: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
     """Shares of the optimizer's state in host memory, for plans that do not fit on the device. The smallest share that fits
     is used; if none fits, all state is on disk; if that does not fit either, gradients are released inside the backward, or
-    ZeRO 3 casts weights from the offloaded state at each gather. The shares also apply to blocks whose activations are
-    offloaded."""
+    ZeRO 3 casts weights from the offloaded state at each gather. The same shares of blocks are tried for offloading
+    activations."""
 
     def compiles(self, schedule: str, *, split: bool) -> bool:
         """Return True if blocks are compiled under a schedule."""

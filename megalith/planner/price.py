@@ -48,7 +48,7 @@ class Price:
             return "a plan that follows the rule would not fit"
         if abs(self.share) < GAINED:
             return "costs no time"
-        return "costs" if self.share > 0 else "pays: following the rule is slower"
+        return "costs" if self.share > 0 else "breaking the rule pays: the plan that follows it is slower"
 
     def to_json(self) -> dict[str, Any]:
         plan = None if self.instead is None else self.instead.model_dump()

@@ -52,7 +52,7 @@ def compare(exact: Recording, alone: Recording, found: Recording, *, spec: RunSp
             limits.distance,
         ),
         ("gradients' length, |factor - 1| beyond chance", [*_scales(exact, alone, found, alike)], limits.scale),
-        ("maxima that scales follow, |log2| of the ratio", _maxima(alone, found), limits.maxima),
+        ("maxima from which scales are computed, |log2| of run over one process", _maxima(alone, found), limits.maxima),
         (
             "weight of a microbatch, |difference| from 1 beyond chance",
             _microbatches(alone, found) if alike else [],

@@ -82,8 +82,8 @@ def flops(rate: float | None) -> str:
 
 
 def _digits(value: float) -> str:
-    """Format a number with three significant digits, without an exponent for ordinary sizes and without trailing zeros after the
-    point."""
+    """Format a number with three significant digits, or all integer digits if it has more, without trailing zeros after the point.
+    Numbers below 0.001 have two digits and an exponent."""
     if value == 0:
         return "0"
     if abs(value) >= 100:

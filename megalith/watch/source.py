@@ -79,7 +79,8 @@ class MergeTotals(NamedTuple):
 
 
 class Source:
-    """A live view of one run, from its folder. Methods may be called from several threads, under `lock`."""
+    """A live view of one run, from its folder. Several threads may use a Source: a thread that reads it holds
+    `lock`, and `poll` takes `lock` itself."""
 
     def __init__(self, run_dir: Path, *, predicts: bool = True) -> None:
         """`predicts`: request the planner's prediction once the run's plan is known. Raises FileNotFoundError for a folder that holds no

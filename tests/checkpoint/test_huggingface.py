@@ -325,7 +325,7 @@ def test_a_folder_whose_name_is_not_utf_8_is_named(tmp_path):
         ("[]", "holds a list where a JSON object is needed"),
         ("{}", "has no weight_map"),
         ('{"weight_map": {"a": 1}}', "has no weight_map"),
-        ('{"weight_map": {"a": "b.safetensors"}}', "names files that are not in its folder: b.safetensors"),
+        ('{"weight_map": {"a": "b.safetensors"}}', "names files that its folder lacks: b.safetensors"),
     ],
 )
 def test_an_index_that_cannot_be_used_is_named(content, told, tmp_path):

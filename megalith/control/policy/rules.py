@@ -32,8 +32,8 @@ def _sparing_checkpoints(decision: Decision, copies: tuple[Copy, ...], observati
         return decision
     report = (
         f"{decision.reason}: none of the run's checkpoints (step {', '.join(map(str, steps))}) can be restored. Starting over "
-        f"would eventually "
-        "delete them. Replace a checkpoint by an intact copy of it, and start the same command again, which tries all "
+        "would eventually delete these checkpoints. Replace a checkpoint by an intact copy of it, and start the same command again, "
+        "which tries all "
         "checkpoints; or move the folder of checkpoints away to start over."
     )
     code = ExitCode.LOST if isinstance(observation, observations.CopyAway) else ExitCode.FAILED

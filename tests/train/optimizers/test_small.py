@@ -178,7 +178,7 @@ def test_a_resumed_run_converts_the_moments_under_any_plan(tmp_path: Path) -> No
     assert [len(each) for each in told] == [0, 1, 0, 1, 1]
     assert (
         told[1][0]
-        == "optimizer.moments was fp32 when step 1 was saved and is now fp8: the moments are converted with the rounding of an update"
+        == "optimizer.moments was fp32 when step 1 was saved and is now fp8: the moments are converted and rounded as in an update"
     )
     assert told[4][0].endswith("is now fp32: the moments are converted exactly")
     down = loaded["moments.second.blocks.0.mlp.down.weight"]
