@@ -166,7 +166,7 @@ IN_8_BITS = Rounded(  # comments: the largest value in 56 correct runs (4 preset
     weights=0.25,  # 0.13
     tie=2.0**-8,
 )
-# Comments: the largest value in 62 correct drawn runs on up to 4 ranks. For limits taken from IN_8_BITS: distance 1.4
+# Comments: the largest value in 67 correct runs on up to 4 ranks. For limits taken from IN_8_BITS: distance 1.4
 IN_4_BITS = replace(
     IN_8_BITS,
     norm=0.05,  # 0.025 after the first update: small differences of weights are rounded to other numbers
