@@ -116,7 +116,7 @@ def check_mounted(path: Path) -> None:
     written to the path, and the run would not find its earlier checkpoints."""
     if (mount := bare_mount(path)) is not None:
         why = f"no file system is mounted here, although /etc/fstab lists one, and {path} would be inside it"
-        advice = f"{why}: mount it, or choose another folder"
+        advice = f"{why}: mount this file system, or choose another folder"
         raise OSError(errno.ENODEV, advice, str(mount))
 
 

@@ -85,7 +85,8 @@ def _move(run_dir: Path, folder: str, epoch: int) -> None:
             if error.errno not in (errno.EBUSY, errno.EXDEV):
                 raise
             reason = (
-                f"{error.strerror}: this folder must be renamed to {own.name}, so that its last owner no longer writes there. "
+                f"{error.strerror}: this folder must be renamed to {own.name}, so that the run's previous owner no longer writes "
+                f"into it. "
                 f"Mount or move this folder elsewhere, and put a symbolic link in its place"
             )
             raise OSError(error.errno, reason, str(old)) from error

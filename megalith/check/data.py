@@ -61,7 +61,7 @@ def data_is_whole(case: Case) -> Found:
                     name,
                     value,
                     f"{len(fault.parts) - NAMED} more files of the folder are damaged too",
-                    "Repair these files in the same way.",
+                    "Repair each of these damaged files as the messages about the other files tell.",
                 )
 
 

@@ -23,7 +23,7 @@ def tensor_stays_on_fast_links(case: Case) -> Found:
     if case.plan.tensor > device.scale_up_domain:
         slower = case.cluster.scale_out
         rates = (
-            f"; between such groups the rate falls from {device.scale_up / 1e9:g} to {slower / 1e9:g} GB/s a device"
+            f"; between two groups of joined devices the rate falls from {device.scale_up / 1e9:g} to {slower / 1e9:g} GB/s a device"
             if device.scale_up and slower
             else ""
         )
@@ -58,7 +58,7 @@ def device_suits(case: Case) -> Found:
     if train.device != "auto" and (train.device == "cpu") != device.is_processor:
         yield error("train.device", train.device, f'contradicts cluster = "{case.spec.cluster}"', 'Use "auto".')
     if device.peak and PRECISIONS[train.precision].rate not in device.peak:
-        rate = f", at fp32's {device.peak['fp32'] / 1e12:g} TFLOP/s at best" if "fp32" in device.peak else ""
+        rate = f"; the emulation reaches at most fp32's {device.peak['fp32'] / 1e12:g} TFLOP/s" if "fp32" in device.peak else ""
         known = ", ".join(device.peak)
         yield advice(
             "train.precision",

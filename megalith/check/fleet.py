@@ -32,8 +32,14 @@ def verification_has_a_replica(case: Case) -> Found:
             f"does not detect errors that a rank repeats: with plan.data = {plan.data}, "
             f"each rank only recomputes its own gradients"
         )
-        once = "" if fleet.verify == "all" else ', and with fleet.verify = "one" these are not gradients that training uses'
-        way_out = 'Use more data ranks, or verify_every = 0. fleet.verify = "all" detects one-off errors even so.'
+        once = (
+            ""
+            if fleet.verify == "all"
+            else ', and with fleet.verify = "one" training does not use the gradients that a rank recomputes'
+        )
+        way_out = (
+            'Use more data ranks, or verify_every = 0. fleet.verify = "all" detects one-off errors even without more data ranks.'
+        )
         yield advice("fleet.verify_every", fleet.verify_every, reason + once, way_out)
 
 

@@ -102,27 +102,27 @@ def memory_holds_the_state(here: Here) -> Found:
     if here.on_gpus:
         plan, ranks = case.plan, 1
         held, limit, where = float(state_bytes(case, plan)), machine.gpu_memory, "each GPU of this machine"
-        whose = "a rank"
+        whose = "of weights, gradients and moments a rank"
     elif here.on_gpus is False:
         plan = case.plan if case.plan.state.optimizer == "disk" else case.plan.model_copy(update={"state": StateSpec()})
         ranks = here.ranks
         held, limit, where = total_state_bytes(case, plan) * here.ranks / plan.ranks, machine.memory, machine.memory_of
-        whose = f"for {_counted(here.ranks, 'rank')} on this machine"
+        whose = f"of weights, gradients and moments for {_counted(here.ranks, 'rank')} on this machine"
     else:
         return
     if held > limit:
-        reason = f"keeps at least {format_bytes(held)} of weights, gradients and moments {whose}, but {where} has {format_bytes(limit)}"
+        reason = f"keeps at least {format_bytes(held)} {whose}, but {where} has {format_bytes(limit)}"
 
         def fits(changed: RunSpec) -> bool:
             return ranks * rank_bytes(replace(case, spec=changed)) <= ROOM * limit
 
         way_out = cheapest(case.spec.model_copy(update={"plan": plan}), fits, host=here.on_gpus is not False)
-        other = "Or use" if way_out else "Use"
+        or_use = "Or use" if way_out else "Use"
         yield error(
             "model.name",
             case.spec.model.name,
             reason,
-            f"{way_out}{other} a smaller model, or more machines with torchrun or srun.",
+            f"{way_out}{or_use} a smaller model, or more machines with torchrun or srun.",
         )
 
 
@@ -151,8 +151,8 @@ def figures_are_of_this_machine(here: Here) -> Found:
         yield advice("cluster", here.case.spec.cluster, reason, f"{CALIBRATE} --ranks {here.ranks} here.")
     elif here.ranks != found.ranks:
         reason = (
-            f"was measured while {_counted(found.ranks, 'rank')} computed, but the run starts {here.ranks:,} here: a rank "
-            "then has a different share of the processor, so the predictions do not apply"
+            f"was measured while {_counted(found.ranks, 'rank')} computed, but the run starts {_counted(here.ranks, 'rank')} "
+            "here: each rank has a different share of the processor than when measured, so the predictions do not apply"
         )
         yield advice("cluster", here.case.spec.cluster, reason, f"{CALIBRATE} --ranks {here.ranks} here.")
 

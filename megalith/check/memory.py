@@ -52,12 +52,12 @@ def state_fits(case: Case) -> Found:
         way_out = cheapest(case.spec, lambda changed: rank_bytes(replace(case, spec=changed)) <= ROOM * memory)
         data = "plan.data" if case.plan.zero else "plan.data with plan.zero = 3"
         axes = f"plan.tensor, plan.pipeline or {data}"
-        other = "Or raise" if way_out else "No combination of ZeRO, recomputation, fewer bits and offloading is enough. Raise"
+        or_raise = "Or raise" if way_out else "No combination of ZeRO, recomputation, fewer bits and offloading is enough. Raise"
         yield error(
             "plan.zero",
             case.plan.zero,
             reason,
-            f"{way_out}{other} {axes}, or use a smaller model.",
+            f"{way_out}{or_raise} {axes}, or use a smaller model.",
         )
 
 
@@ -68,7 +68,7 @@ def optimizer_is_sharded(case: Case) -> Found:
     if plan.zero == 0 and plan.data > 1 and case.model is not None:
         whole, cut = (state_bytes(case, plan.model_copy(update={"zero": zero})) for zero in (0, 1))
         reason = f"keeps {format_bytes(whole)} of weights, gradients and moments of the blocks on each of {plan.data} data ranks"
-        way_out = f"With plan.zero = 1 each of them keeps {format_bytes(cut)}, and ranks exchange no more bytes than now."
+        way_out = f"With plan.zero = 1 each data rank keeps {format_bytes(cut)}, and ranks exchange no more bytes than now."
         yield advice("plan.zero", 0, reason, way_out)
 
 
@@ -194,15 +194,15 @@ def disk_takes_the_state(case: Case) -> Found:
     has, way_out = f"but {there} has {format_bytes(free)} free", "Free space on this disk, or name a folder on another disk."
     saved = 0 if not case.spec.checkpoint.every else 1 if state.folder else 1 + kept(case.spec)
     if (least := PAIR * slot + building) > free:
-        besides = " and the master weights while the model is built" if building else ""
-        reason = f"needs at least {format_bytes(least)} a rank for two files of its state{besides}, {has}"
+        files = "two files of its state" + (", and for its master weights while the model is built" if building else "")
+        reason = f"needs at least {format_bytes(least)} a rank for {files}, {has}"
         yield error("plan.state.folder", state.folder, reason, way_out)
     elif (PAIR + saved) * slot > free:
         reason = (
             f"needs at least {format_bytes((PAIR + saved) * slot)} a rank for state files, including those of checkpoints, {has}"
         )
         yield advice(
-            "plan.state.folder", state.folder, reason, f"{way_out} Without room a save fails, or training waits for room."
+            "plan.state.folder", state.folder, reason, f"{way_out} Without enough free space, a save fails or training waits."
         )
 
 

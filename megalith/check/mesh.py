@@ -88,7 +88,7 @@ def context_divides_the_sequence(case: Case) -> Found:
         heads, split = block.attention.heads if block.attention else 0, plan.tensor * plan.ulysses
         if plan.ulysses > 1 and heads % split:
             reason = f"with tensor = {plan.tensor} does not divide heads = {heads} ({name}.attention)"
-            way_out = "Use a smaller ulysses: plan.context_method then applies between groups of that many ranks."
+            way_out = "Use a smaller ulysses: plan.context_method applies between groups of plan.ulysses context ranks."
             yield error("plan.ulysses", plan.ulysses, reason, way_out)
     length = case.spec.train.seq_len
     unit = 2 * plan.context * (plan.tensor if plan.sequence else 1)
@@ -141,7 +141,7 @@ def batch_divides(case: Case) -> Found:
         smaller = max((m for m in range(1, plan.microbatch) if batch % (count * plan.data * m) == 0), default=None)
         if sites and sites.each:
             factors, smaller = (
-                f"{count} shares of the sites x {unit_of(case.spec)} samples (which all sites' data ranks can divide)",
+                f"{count} (sum of the sites' shares) x {unit_of(case.spec)} (samples that every site's data ranks can divide)",
                 None,
             )
         reason = f"is not a multiple of {factors} = {unit}"

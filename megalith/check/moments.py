@@ -98,7 +98,10 @@ def halves_can_be_had(case: Case) -> Found:
             "as many as in fp32"
         )
         yield advice(
-            "optimizer.master", "split16", reason, 'Remove this key, or use optimizer.master = "split8", which keeps 3 bytes.'
+            "optimizer.master",
+            "split16",
+            reason,
+            'Remove this key, or use optimizer.master = "split8", which keeps 3 bytes for each weight.',
         )
 
 

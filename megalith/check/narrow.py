@@ -178,7 +178,8 @@ def gradients_of_results_are_sent(case: Case) -> Found:
         return
     if choices.scale != "up":
         reason = (
-            f'does not work with precision.scale = "{choices.scale}": only scale = "up" gives bf16 numbers without saturation'
+            f'does not work with precision.scale = "{choices.scale}": with any scale but "up", rounded gradients can saturate, '
+            "or are not bf16 numbers"
         )
         yield error(key, choices.combine_gradients, reason, f'Use {wide}, or scale = "up".')
     if choices.rounding == "stochastic":
@@ -188,7 +189,10 @@ def gradients_of_results_are_sent(case: Case) -> Found:
         )
         yield error(key, choices.combine_gradients, reason, f'Use {wide}, or rounding = "nearest".')
     if case.plan.compile and case.plan.expert * case.plan.expert_tensor > 1:
-        reason = "does not work with plan.compile: compiled blocks weight these gradients first, and send them in the wide format"
+        reason = (
+            "does not work with plan.compile: compiled blocks multiply the gradients of experts' results by routing weights "
+            "before sending them, and send them in the wide format"
+        )
         yield error(key, choices.combine_gradients, reason, f"Use {wide}, or compile = false.")
     if case.model is not None and not _narrow_experts(case):
         reason = "changes nothing: no experts multiply in fp8"
@@ -281,7 +285,7 @@ def rotations_fit(case: Case) -> Found:
     tile = tile_of(choices, precision)
     if choices.granularity != "tile":
         reason = f'does not work with precision.granularity = "{choices.granularity}": the transform needs tiles of tokens'
-        yield error("precision.hadamard", True, reason, "Use only one of these settings.")
+        yield error("precision.hadamard", True, reason, 'Use granularity = "tile", or hadamard = false.')
     elif tile & (tile - 1):
         reason = "is not a power of two, but precision.hadamard needs a power of two"
         yield error("precision.tile", tile, reason, f"Use tile = {1 << (tile.bit_length() - 1)}, or hadamard = false.")
@@ -311,7 +315,7 @@ def something_is_narrow(case: Case) -> Found:
         )
     if choices.tile and choices.granularity != "tile":
         reason = f'changes nothing with precision.granularity = "{choices.granularity}"'
-        yield advice("precision.tile", choices.tile, reason, "Remove one of these two settings.")
+        yield advice("precision.tile", choices.tile, reason, "Remove precision.tile or precision.granularity.")
     if case.model is not None and choices.wide_first + choices.wide_last >= len(case.model.blocks):
         blocks = len(case.model.blocks)
         reason = f"together with wide_last = {choices.wide_last} leaves none of the {blocks} blocks in {precision}"
@@ -343,7 +347,7 @@ def narrow_is_emulated(case: Case) -> Found:
         reason = (
             f'does not work with train.precision = "{precision}": a compiler may leave out the roundings that emulate the format'
         )
-        yield error("plan.compile", True, reason, "Use only one of these settings.")
+        yield error("plan.compile", True, reason, 'Use compile = false, or train.precision = "bf16".')
 
 
 def codes_can_be_multiplied(case: Case) -> Found:
@@ -353,12 +357,12 @@ def codes_can_be_multiplied(case: Case) -> Found:
         return
     device = case.cluster.accelerator if case.cluster is not None else None
     if not in_codes(choices, precision, device.compute_capability if device is not None else None):
-        name = (
-            f"{device.name} has no matrix products"
+        products = f'matrix products in 8 bits for train.precision = "{precision}" with the chosen scales'
+        reason = (
+            f"is not possible: {device.name} has no {products}"
             if device is not None
-            else "no cluster is set, and not every device multiplies"
+            else f"is not possible: no cluster is set, and not every device has {products}"
         )
-        reason = f'is not possible: {name} in 8 bits for train.precision = "{precision}" with these scales'
         way_out = (
             'Use fp8 without precision.tile, hadamard or stochastic rounding on an H100 or H200, or multiply = "wide"; '
             'newer GPUs need granularity = "row" or "tensor", GPUs of compute capability 8.9 need "tensor".'
@@ -369,7 +373,7 @@ def codes_can_be_multiplied(case: Case) -> Found:
             'does not work with precision.multiply = "codes": the kept inputs are a by-product of rounding in '
             "bf16, which this setting skips"
         )
-        yield error("precision.kept", choices.kept, reason, "Use only one of these settings.")
+        yield error("precision.kept", choices.kept, reason, 'Use kept = "wide", or multiply = "wide".')
     elif case.plan.compile and _follows_others(case):
         reason = (
             'does not work with precision.multiply = "codes" if scales depend on numbers of other ranks or steps, which a '

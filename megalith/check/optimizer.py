@@ -76,7 +76,7 @@ def clipping_makes_sense(case: Case) -> Found:
             reason = f"does not know which weights of your attention {own} make queries and keys"
             yield error("optimizer.qk_clip", optimizer.qk_clip, reason, "Use qk_clip = 0, or Megalith's attention.")
         elif normed:
-            reason = f"scales queries and keys, but in {normed} of {layers} kinds of blocks a norm after them bounds the logits"
+            reason = f"scales queries and keys, but in {normed} of {layers} kinds of blocks qk_norm already bounds the logits"
             yield error("optimizer.qk_clip", optimizer.qk_clip, reason, "Use qk_clip = 0, or a model without qk_norm.")
 
 

@@ -17,7 +17,10 @@ from megalith.spec.optimizers import admit as admit_optimizer
 from megalith.spec.problem import Problem, SpecErrors
 from megalith.spec.run import RunSpec
 
-WAY_OUT = "Correct the name or the part. Megalith imports parts from Python's module search path and the current directory."
+WAY_OUT = (
+    "Correct the name of your own part, or its code. Megalith imports parts from Python's module search path and the "
+    "current directory."
+)
 
 
 def admit(spec: RunSpec, provenance: Mapping[str, str]) -> tuple[list[Problem], dict[str, str]]:

@@ -78,13 +78,14 @@ def zero_bubble_is_worth_its_memory(case: Case) -> Found:
         most = row.in_flight(plan.pipeline, 2 * plan.pipeline)
         reason = f"keeps up to {most} microbatches in flight, but still waits for all ranks at the end of each step"
         way_out = "Use plan.post_validation = true"
-        way_out += f', or "{row.instead}", which keeps half as many.' if row.instead else "."
+        way_out += f', or schedule = "{row.instead}", which keeps half as many microbatches in flight.' if row.instead else "."
         yield advice("plan.schedule", plan.schedule, reason, way_out)
     if plan.compile and row.splits_backward:
-        reason = "compiles each block as a whole, so weight gradients cannot be deferred"
-        yield advice(
-            "plan.compile", True, f'{reason}, but schedule = "{plan.schedule}" defers them', "Use only one of these settings."
+        reason = (
+            "compiles each block as a whole, so weight gradients cannot be deferred, "
+            f'but schedule = "{plan.schedule}" defers weight gradients'
         )
+        yield advice("plan.compile", True, reason, "Use compile = false, or a schedule that defers no weight gradients.")
 
 
 def second_copies_are_worth_it(case: Case) -> Found:
@@ -101,7 +102,7 @@ def second_copies_are_worth_it(case: Case) -> Found:
     reason = f"keeps a second copy of each stage, about {format_bytes(state_bytes(case, plan) - state_bytes(case, other))} a rank"
     own, theirs = (_bubble(each, ranks, microbatches, chunks) for each, chunks in ((row, plan.chunks), (half, other.chunks)))
     if own is not None and theirs is not None:
-        reason += f", and idles for {own:.1%} of the useful time; {row.instead!r} idles for {theirs:.1%}"
+        reason += f"; each rank idles for {own:.1%} of its useful time; with {row.instead!r} it idles for {theirs:.1%}"
     way_out = (
         f"Use schedule = {row.instead!r} and chunks = {other.chunks}, unless its doubled messages between stages cost more "
         "time than it saves."

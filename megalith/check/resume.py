@@ -22,7 +22,7 @@ from megalith.spec.validate import leaves
 MAY_CHANGE: dict[str, str] = {
     "name": "a label",
     "cluster": "the reference of MFU",
-    "plan": "the ranks that do the work, never the result (but see other_sets)",
+    "plan": "the ranks that do the work; the result stays the same, unless `other_sets` yields a reason",
     "data.path": "the place of the data; an equal digest of the manifest shows that the data is the same",
     "data.copies": "the same",
     "train.steps": "the run may become longer",
@@ -35,11 +35,11 @@ MAY_CHANGE: dict[str, str] = {
     "optimizer.moments": "the future format of moments; moments of the checkpoint are converted",
     "optimizer.moment_block": "the same",
     "optimizer.moment_least": "the same",
-    "validation": "measurements, which do not change weights",
+    "validation": "measurements of the validation loss, which do not change weights",
     "checkpoint": "the same",
     "log": "output besides the event log",
     "alerts": "the people who are notified",
-    "launch": "the start of ranks, and their time limits",
+    "launch": "time limits and threads of ranks",
     "fleet": "the response to faults",
     "sites.addresses": "the addresses of sites",
     "sites.count": "the number of sites in future merges",
@@ -179,9 +179,12 @@ def check_branch(meta: Mapping[str, Any], asked: RunSpec) -> list[Problem]:
     found = meta.get("position", {})
     there = {name: found.get(name) for name in ("updates", "samples")}
     if there != {"updates": branch.updates, "samples": branch.samples}:
-        reason = f"was saved after {there['updates']} updates and {there['samples']} samples, but [branch] states {branch.updates} and "
+        reason = (
+            f"was saved after {there['updates']} updates and {there['samples']} samples, "
+            f"but [branch] states {branch.updates} updates and {branch.samples} samples"
+        )
         way_out = "Begin the branch with megalith train --branch, which fills in [branch]."
-        return [error("branch.checkpoint", branch.checkpoint, f"{reason}{branch.samples}", way_out)]
+        return [error("branch.checkpoint", branch.checkpoint, reason, way_out)]
     try:
         saved = RunSpec.model_validate(meta["spec"])
     except (KeyError, ValidationError):
@@ -205,7 +208,7 @@ def other_sets(run: RunSpec, plan: Plan, name: str) -> Found:
     if run.plan.rounding != plan.rounding:
         rounded, was = (", ".join(each) or "nothing" for each in (plan.rounding, run.plan.rounding))
         reason = f"keeps {rounded} in 8 bits, but the run keeps {was} in 8 bits: this plan would make another run"
-        yield error(f"{name}.retain.parts", plan.retain.parts, reason, f"Let {name} compress the same parts.")
+        yield error(f"{name}.retain.parts", plan.retain.parts, reason, f"Let {name} compress the same parts as the run's [plan].")
     before, now = run.plan.set_sequences, plan.set_sequences
     if before != now and run.model.build().balances_microbatches:
         field = "data" if plan.data != run.plan.data else "microbatch"

@@ -141,7 +141,7 @@ def compressed_tiles_lie_inside_shards(case: Case) -> Found:
         return next((each for each, name in names if compresses(actions, name)), None)
 
     if actions:
-        other_way = 'plan.retain.parts without "compress" for what {} keeps'
+        other_way = 'plan.retain.parts without "compress" for the tensors that {} keeps'
         yield from tiles_across_ranks(
             case, kept_tile(case.spec.precision), layer_of, channels="that {} keeps in 8 bits", other_way=other_way
         )
@@ -158,7 +158,7 @@ def kept_tensors_can_leave(case: Case) -> Found:
     segmented = plan.recompute == "sqrt" or plan.recompute.startswith("segments:")
     if retain.share < 1 and segmented:
         reason = f"is a share of blocks, but with plan.recompute = {plan.recompute!r} only inputs of segments are kept"
-        yield error("plan.retain.share", retain.share, reason, "Use share = 1: these inputs are small.")
+        yield error("plan.retain.share", retain.share, reason, "Use share = 1: the inputs of segments are small.")
     elif case.model is not None and not plan.retained(len(case.model.blocks)):
         blocks = len(case.model.blocks)
         reason = f"is less than 1 of {blocks} blocks, so nothing leaves the device"

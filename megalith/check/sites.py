@@ -66,7 +66,7 @@ def methods_are_whole(case: Case) -> Found:
         yield error("sites.eager", True, reason, way_out)
     if sites.eager and sites.mixing is not None:
         reason = "mixes a site's own weights with merged weights, but sites.eager keeps a site's own training in full"
-        yield error("sites.mixing", sites.mixing, reason, "Remove one of these two settings.")
+        yield error("sites.mixing", sites.mixing, reason, "Remove sites.mixing or sites.eager.")
 
 
 def asynchronous_merges_need_no_site(case: Case) -> Found:
@@ -80,7 +80,7 @@ def asynchronous_merges_need_no_site(case: Case) -> Found:
             f"corrects an outer step at the next merge, but with sites.staleness = {sites.staleness} the difference "
             "may come in a later merge"
         )
-        yield error("sites.eager", True, reason, "Remove one of these two settings.")
+        yield error("sites.eager", True, reason, "Remove sites.eager or sites.staleness.")
     if not any(sites.quorum(set(range(sites.count)) - {site}) for site in range(sites.count)):
         reason = (
             f"allows late differences, but a quorum of {sites.count} sites needs every site, so each merge waits for all sites"

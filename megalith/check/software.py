@@ -58,7 +58,7 @@ def transfers_can_hide(case: Case) -> Found:
     plan = case.plan
     if plan.overlap_tensor > 1 and plan.compile:
         reason = "does not work with compile = true, which compiles each block as a whole"
-        yield error("plan.overlap_tensor", plan.overlap_tensor, reason, "Use only one of these settings.")
+        yield error("plan.overlap_tensor", plan.overlap_tensor, reason, "Use overlap_tensor = 1, or compile = false.")
 
 
 def compiler_keeps_collectives(case: Case) -> Found:

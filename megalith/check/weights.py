@@ -58,7 +58,7 @@ def branch_fits(case: Case) -> Found:
         return
     if train.init_from is not None:
         reason = "gives a run its first weights, but [branch] gives the run its whole state"
-        yield error(KEY, train.init_from, reason, "Remove one of these two settings.")
+        yield error(KEY, train.init_from, reason, "Remove train.init_from or [branch].")
     if train.steps <= branch.updates:
         reason = f"is not more than the {branch.updates} updates that the branch begins with: no update is left to train"
         yield error("train.steps", train.steps, reason, f"Use steps > {branch.updates}.")
@@ -137,7 +137,7 @@ def _model(case: Case, start: Path, index: Index, meta: Mapping[str, Any]) -> Fo
             KEY,
             str(start),
             f"was trained with other values: {listed}",
-            "Set values that should not differ to the checkpoint's values.",
+            "If a value should not differ, set it to the checkpoint's value.",
         )
 
 

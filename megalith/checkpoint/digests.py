@@ -29,7 +29,7 @@ class FileDigest:
         """Read an open file to its end, and describe how its content differs from this digest; None if it does not. Raises OSError."""
         if self.words:
             found = text(_of_file(file))
-            return None if found == self.words else f"sum of words {found} instead of {self.words}"
+            return None if found == self.words else f"sum of 64-bit words {found} instead of {self.words}"
         found = hashlib.file_digest(file, "sha256").hexdigest()
         return None if found == self.sha256 else f"sha256 {found[:12]}... instead of {self.sha256[:12]}..."
 

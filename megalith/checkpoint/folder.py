@@ -299,7 +299,7 @@ def find_complete(path: Path) -> tuple[Path, Manifest]:
         short = [f"{candidate.name}/{file}" for file, length in lengths.items() if length != manifest.files[file].bytes]
         if not short:
             return candidate, manifest
-        damaged.append(f"missing files, or files of another length: {', '.join(short)}")
+        damaged.append(f"files that are missing, or whose length differs from the manifest: {', '.join(short)}")
     raise DamagedCheckpointError(none_intact_text(path, damaged))
 
 

@@ -432,7 +432,8 @@ class Memory:
         encoded = found[TEXT].clone() if self.room else torch.empty(0, dtype=torch.uint8)
         total = (checksum(self._live) + checksum([rng, encoded])) % WORDS  # of the loaded state, to detect errors of loading
         if total != label.digest:
-            raise CopyError(tier, label.step, self.rank_info.slot, f"its digest is {total:016x} instead of {label.digest:016x}")
+            why = f"the digest of the loaded state is {total:016x} instead of {label.digest:016x}"
+            raise CopyError(tier, label.step, self.rank_info.slot, why)
         torch.set_rng_state(rng)
         self.text = bytes(encoded.numpy()).decode().rstrip()
         return label

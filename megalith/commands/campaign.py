@@ -282,7 +282,7 @@ def sentences(found: "Judgement") -> Iterator[str]:
         )
     verdict = "passed" if found.passed else "NOT passed"
     right, of = found.blamed
-    others = f" ({found.among} of these faults blamed together with another node)" if found.among else ""
+    others = f" (for {found.among} of the faults, other nodes were blamed too)" if found.among else ""
     aims = "" if found.asked else "; no time limit was set"
     yield f"{verdict}: {found.handled} of {found.injected} faults handled, {right} of {of} blamed correctly{others}{aims}"
 
@@ -292,11 +292,11 @@ def _hangs(hangs: "Hangs") -> Iterator[str]:
     if hangs.most is None:
         return
     limits = "" if hangs.limits is None else f" (limits {hangs.limits[0]:.2f} to {hangs.limits[1]:.2f} s)"
-    late = f"; {hangs.late} found late, because the ranks or their supervisor got no CPU time" if hangs.late else ""
+    late = f"; {hangs.late} of the hangs found late, because the ranks or their supervisor got no CPU time" if hangs.late else ""
     yield f"hangs: {hangs.found}, the longest silence was {hangs.most:.2f} times its detection limit{limits}{late}"
     if hangs.elsewhere:
         yield (
-            f"hangs: {hangs.elsewhere} of these hangs came outside of a step, where other limits apply: "
+            f"hangs: {hangs.elsewhere} of the {hangs.found} hangs came outside of a step, where other detection limits apply: "
             f"{hangs.elsewhere_limit:.2f} s at most"
         )
 

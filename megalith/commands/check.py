@@ -26,7 +26,7 @@ def command(
     run_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Run folder. If it holds checkpoints, check the run as one that resumes from them. Default: runs/NAME."
+            help="Run folder. If this folder holds checkpoints, check the run as one that resumes from them. Default: runs/NAME."
         ),
     ] = None,
     show: Annotated[bool, typer.Option("--show", help="Print every value of the run and where it came from.")] = False,
@@ -98,7 +98,7 @@ def _prices(request: RunRequest) -> "tuple[Price, ...]":
     plan = plan_request.run.plan
     used = plan_request.cluster.resized(plan.ranks)  # a plan may leave devices of a cluster idle
     if used is None:
-        reason = f"was measured with another number of ranks than the plan's {plan.ranks:,}, which changes its rates"
+        reason = f"was measured with another number of ranks than the plan's {plan.ranks:,}, so the measured rates do not apply"
         way_out = f"{CALIBRATE} --ranks {plan.ranks}."
         raise SpecErrors([Problem("error", "cluster", plan_request.run.cluster, reason, way_out)])
     return price.prices(replace(plan_request, cluster=used), plan)

@@ -57,7 +57,7 @@ def command(
         return 1
     console = Console(highlight=False)
     console.print(_table(rows, console.width))
-    print("state: fp32 weights, gradients and AdamW's moments over all ranks, 16 bytes a parameter; plus activations")
+    print("state: fp32 weights, gradients and AdamW's moments over all ranks, 16 bytes a parameter, without activations")
     return 0
 
 

@@ -177,7 +177,9 @@ def _show_draws(found: dict[str, Any]) -> None:
     elif outcomes["NOT equal"] or outcomes["failed"]:
         print(f"NOT equal: {equal} of {count} combinations (seed {seed}) give the same result as one process")
     else:
-        print(f"not shown: only {equal} combinations could be compared, but {count} were requested. Use a smaller --random.")
+        print(
+            f"equality is not shown: only {equal} combinations could be compared, but {count} were requested. Use a smaller --random."
+        )
 
 
 def _table_of_gaps(cases: Sequence[dict[str, Any]]) -> Table:

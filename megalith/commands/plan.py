@@ -294,8 +294,8 @@ def _walk(plan_request: "PlanRequest", measured: Sequence[Path], out: Path | Non
     from megalith.spec.problem import Problem, SpecErrors
 
     if plan_request.forward_only:
-        reason = "leads to a plan for training, but --forward-only plans a prefill"
-        raise SpecErrors([Problem("error", "--guide", None, reason, "Leave out one of these options.", "command line")])
+        reason = "the guide leads to a plan for training, but --forward-only plans a prefill"
+        raise SpecErrors([Problem("error", "--guide", None, reason, "Leave out --guide or --forward-only.", "command line")])
     if sys.stdin.isatty() and not as_json:
         plan_request = _interview(plan_request)
     with _searching() as tick:

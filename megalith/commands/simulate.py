@@ -305,7 +305,10 @@ def _show_simulated(found: "SimulationResult") -> None:
     for what, seconds, share in rows:
         table.add_row(what, f"{share:.2%}", f"{seconds / 3600:,.1f}")
     Console(highlight=False).print(table)
-    print(f"goodput {found.goodput:.1%} (seeds: {low:.1%} to {high:.1%}); {found.per_device:.1%} of all devices, spares included")
+    print(
+        f"goodput {found.goodput:.1%} (seeds: {low:.1%} to {high:.1%}); {found.per_device:.1%} of the time of all devices, "
+        "spares included"
+    )
     print(f"means of the seeds: {_sum('fault', found.means(lambda life: life.fates))}")
     print(_sum("restart", found.means(lambda life: life.restarts)))
     stops, ended = found.mean(lambda life: life.stops), found.mean(lambda life: life.ended)
@@ -318,8 +321,8 @@ def _show_simulated(found: "SimulationResult") -> None:
             found.mean(count) for count in (lambda life: life.merges, lambda life: life.left, lambda life: life.anew)
         )
         print(
-            f"{merges:,.1f} merges; sites left {left:,.1f} times; all sites restarted {anew:,.1f} times, because no site was "
-            "left at a merge"
+            f"{merges:,.1f} merges; sites left {left:,.1f} times; all sites restarted {anew:,.1f} times, because no site "
+            "remained at a merge"
         )
     print(f"latencies: {plan.latencies.source}")
     missing = sum(share for what, _, share in rows if what == "waiting for nodes")
@@ -363,9 +366,9 @@ def _show_formulas(found: SweepResult) -> None:
     )
     if plan.fleet.tiers != ("store",):
         print(
-            "Both formulas assume that after every fault the run goes back to a checkpoint. This run first uses copies in "
-            "memory or on disks, so it needs checkpoints less often; --set fleet.memory_every=0 --set fleet.disk_every=0 "
-            "leaves out the copies."
+            "Young's and Daly's formulas assume that after every fault the run goes back to a checkpoint. After a fault, this "
+            "run first uses copies in memory or on disks, so it needs checkpoints less often; --set fleet.memory_every=0 --set "
+            "fleet.disk_every=0 leaves out the copies."
         )
 
 

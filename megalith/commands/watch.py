@@ -128,8 +128,8 @@ def _order(source: "Source", wanted: Mapping[str, Any]) -> str:
 
     if source.setting("fleet", "recover") is False:
         raise ValueError(
-            "With fleet.recover = false the run has no controller that can carry out orders. Send SIGTERM to the command to "
-            "save and stop."
+            "With fleet.recover = false the run has no controller that can carry out orders. To save and stop, send SIGTERM to "
+            "the command that runs the training."
         )
     orders.write(source.run_dir, str(wanted["what"]), str(wanted.get("node", "")))
     return "Ordered. The run's controller reads the order within a second while steps run, and logs it under incidents."

@@ -287,7 +287,7 @@ class PostMortem:
         """The incident as text for a person: its cause, the blamed node, the response, and the costs."""
         whom = self.node and (f"{self.node}, rank {self.rank}" if self.rank is not None else self.node)
         cost = f"{self.detection:.2f} s until the fault was detected, " + (
-            "not over: the ranks have not resumed"
+            "the incident is not over: the ranks have not resumed"
             if self.recovery is None
             else f"{self.recovery:.2f} s until the ranks resumed, {self.lost_steps} step{'s' * (self.lost_steps != 1)} repeated"
         )
@@ -337,7 +337,7 @@ def post_mortems(events: Iterable[Event]) -> list[PostMortem]:
 
 def _timeline(incident: Incident, end: Recovery | None, events: Sequence[Event]) -> tuple[tuple[float, str], ...]:
     over = end.time if end else max(event.time for event in events)
-    began = "it began (estimate: the last heartbeat, or a slow rank's first slow step)"
+    began = "the incident began (estimate: the last heartbeat, or a slow rank's first slow step)"
     told = [(incident.began, began), (incident.time, f"decided: {incident.reason}")]
     for event in events:
         if incident.began <= event.time <= over and event is not incident and event is not end:

@@ -271,8 +271,10 @@ def _epoch_after(before: Claim, claims: "_Claims", run_dir: Path, *, locked: boo
     if before.place == place():
         return before.epoch + before.wide
     if not before.lease:
-        way_out = f"if that process has ended, start the command on its host, or remove {claims.folder}"
-        raise InUseError(f"{_in_use(run_dir, before.who)}. That process holds a lock that this machine cannot check: {way_out}")
+        way_out = f"if the owner's process has ended, start the command on that process's host, or remove {claims.folder}"
+        raise InUseError(
+            f"{_in_use(run_dir, before.who)}. The run folder's owner holds a lock that this machine cannot check: {way_out}"
+        )
     print(
         f"{run_dir} was last owned by process {before.who}: checking for up to {before.lease:.0f} s whether that process still owns it",
         file=sys.stderr,

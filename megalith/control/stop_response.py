@@ -51,19 +51,19 @@ class StopResponse:
         by_hand = number == signal.SIGINT
         self._notify(stopping if by_hand else f"{causes.signal_name(number)}: {stopping}")
         again = "Ctrl-C again" if by_hand else "Ctrl-C"
-        self._notify(f"{again}: stop now{self._loss(min((step for step in begun if step >= 0), default=-1))}")
+        self._notify(f"{again}: {self._loss(min((step for step in begun if step >= 0), default=-1))}")
 
     def _loss(self, done: int) -> str:
         if done < 0:
-            return ""
+            return "stop now"
         source = None
         with disk.if_available():
             source = newest(self._copies(), at_most=done) or BEGINNING
         if source is None:
-            return " and lose the steps since the newest copy of the state (the copies cannot be listed at the moment)"
+            return "stop now and lose the steps since the newest copy of the state (the copies cannot be listed at the moment)"
         if source.tier is None:
-            return " and lose all steps (there is no copy of the state)"
+            return "stop now and lose all steps (there is no copy of the state)"
         steps = done - source.step
         if steps == 0:
-            return f" and lose only this step (the copy of {source} is kept)"
-        return f" and lose {steps} step{'s' * (steps > 1)} (the newest copy of the state is {source})"
+            return f"stop now and lose only this step (the copy of {source} is kept)"
+        return f"stop now and lose {steps} step{'s' * (steps > 1)} (the newest copy of the state is {source})"

@@ -269,12 +269,16 @@ class Watch:
         ]
 
     def _standing(self, rank: int, limit: float, inspection: RankInspection, behind: str) -> str:
-        missed = "was not ready within" if self._ready_at is None else "hangs: no rank has sent a heartbeat for the last"
+        missed = (
+            f"was not ready within {limit:g} s"
+            if self._ready_at is None
+            else f"hangs: no rank has sent a heartbeat for the last {limit:g} s"
+        )
         beat = self._beats[rank]
         where = f"the rank's last phase is `{beat.phase}`" if beat.phase else "the rank has sent no heartbeat"
         step = f" of step {beat.step}" if beat.step >= 0 else ""
         stopped = "the process is stopped (SIGSTOP)" if inspection.stopped else ""
-        return "; ".join(part for part in (f"{missed} {limit:g} s", where + step, stopped, behind) if part)
+        return "; ".join(part for part in (missed, where + step, stopped, behind) if part)
 
     def _end_all(self) -> None:
         killed = self._nodes.running()

@@ -104,8 +104,8 @@ class Recorder(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name in SENT:
             raise TypeError(
-                f"{name} reached a trace, which has no cost for it. Let the module send through its parallel.tensor.Split or its "
-                "token dispatcher, whose counterparts are in cost/exchanges.py"
+                f"the collective or message {name} reached a trace, which has no cost for this operation. Let the module send "
+                "through its parallel.tensor.Split or its token dispatcher, whose counterparts are in cost/exchanges.py"
             )
         out = _at_once(name, args) if name in PLAIN and not kwargs else None
         out = func(*args, **(kwargs or {})) if out is None else out

@@ -198,7 +198,7 @@ def _conversion(path: Path) -> str:
         target = f"{path.stem}.jsonl"
         call = f"pandas.read_parquet({path.name!r}).to_json({target!r}, orient='records', lines=True)"
         return f"Install the extra `parquet` (pip install pyarrow), or convert the file on another machine: {call}."
-    return "Convert the file to one of these formats, or leave the source out."
+    return "Convert the file to a format that Megalith reads, or leave the source out."
 
 
 def _left_out(reason: str, paths: list[Path]) -> SkippedFiles:

@@ -100,8 +100,8 @@ def verify(folder: Path | str, *, progress: bool = False) -> Manifest:
         if shard.file not in problems and not _has_right_sums(folder, shard):
             name = sums_file(shard)
             problems[name] = (
-                f"{folder / name} does not match its shard. Remove the checksum file; the next `megalith data verify` writes "
-                "it again."
+                f"The checksum file {folder / name} does not match its shard. Remove the checksum file; the next "
+                "`megalith data verify` writes it again."
             )
     if problems:
         raise DataError.of(list(problems.values()), title=f"{folder} has changed since it was prepared")

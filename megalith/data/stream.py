@@ -253,9 +253,9 @@ class Stream:
     def validation_samples(self, domain: str, limit: int | None = None) -> range:
         """Return the indices (for `sample` and `batch`) of a domain's validation samples: all, or `limit` evenly spaced samples, in
         order."""
-        assert self.split == "validation", "only the validation split is numbered domain by domain"
+        assert self.split == "validation", "only samples of the validation split are numbered domain by domain"
         if domain not in self.domains:
-            raise DataError(f"{domain!r} is not a domain of {self._folder}. It holds: {', '.join(self.domains)}.")
+            raise DataError(f"{domain!r} is not a domain of {self._folder}. The domains: {', '.join(self.domains)}.")
         which = self.domains.index(domain)
         first, windows = int(self._firsts[which]), self._windows[which]
         taken = windows if limit is None else min(limit, windows)
@@ -291,7 +291,7 @@ class Stream:
         problems += [
             (
                 f"{key} was {saved[key]!r}, but this version does not know this key. Resume with the version of Megalith that "
-                "saved it, or start a new run."
+                "saved the checkpoint, or start a new run."
             )
             for key in saved.keys() - now.keys()
         ]
@@ -420,12 +420,12 @@ def _weight_problems(domains: Sequence[str], weights: Mapping[str, float]) -> li
             hint = f"Did you mean {close[0]!r}?" if close else f"The data holds: {', '.join(domains)}."
             problems.append(f"weights.{name}={weight} names no domain of the data. {hint}")
         elif not 0 <= weight < float("inf"):
-            problems.append(f"weights.{name}={weight} is no share. Use 0 or more.")
+            problems.append(f"weights.{name}={weight} is not a valid weight. Use a finite number of 0 or more.")
     missing = [name for name in domains if name not in weights]
     problems += [
         f"weights has no entry for the domain {name!r}. Give the domain a share; 0 leaves it out of the mixture."
         for name in missing
     ]
     if not problems and sum(weights.values()) == 0:
-        problems.append("weights are all 0. Give at least one domain a share.")
+        problems.append("weights are all 0. Give at least one domain a weight above 0.")
     return problems

@@ -187,8 +187,8 @@ def copy(source: Path, folder: Path, *, warn: Callable[[str], object] | None = N
                 if warn is None:
                     raise
                 warn(
-                    f"{kept} is a folder, so the run keeps no copy of {found}. `megalith generate` needs a copy once the "
-                    "prepared data is gone: remove the folder"
+                    f"{kept} is a folder, so the run keeps no copy of {found}. `megalith generate` needs a copy of the tokenizer "
+                    f"once the prepared data is gone: remove the folder {kept}"
                 )
 
 

@@ -205,13 +205,11 @@ class ReleasePaused(Event):
     def words(self) -> str:
         """The event in a sentence."""
         what = (
-            "only measure the gradient norm in their first pass, and update in a second pass"
+            f"steps after {self.step} only measure the gradient norm in their first pass, and update in a second pass"
             if self.paused
-            else "update in their first pass again"
+            else f"steps after {self.step} update in their first pass again"
         )
-        return (
-            f"{self.clipped} of the last {self.window} updates were clipped: steps after {self.step} {what} (plan.state.release)."
-        )
+        return f"{self.clipped} of the last {self.window} updates were clipped: {what} (plan.state.release)."
 
 
 @dataclass(frozen=True)
@@ -287,11 +285,11 @@ class Lowered(Event):
     def words(self) -> str:
         """The event in a sentence."""
         how = (
-            f"multiplied by {self.factor:g}"
+            f"the learning rate is multiplied by {self.factor:g}"
             if self.at_most is None
-            else f"limited to {self.at_most:.3g}, its value before it jumped"
+            else f"the learning rate is limited to {self.at_most:.3g}, its value before its schedule jumped"
         )
-        return f"the learning rate is {how}, from step {self.step} until update {self.until}"
+        return f"{how}, from step {self.step} until update {self.until}"
 
 
 @dataclass(frozen=True)

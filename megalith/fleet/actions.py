@@ -151,7 +151,9 @@ def _alter_copy(one: Injection, rank_info: RankInfo) -> None:
     buddy or a slower tier."""
     from megalith.fleet.tiers import copies  # numpy, which only this needs
 
-    assert rank_info.folder is not None and rank_info.key is not None, "no copies are kept in memory"
+    assert rank_info.folder is not None and rank_info.key is not None, (
+        "this fault needs copies of the state in memory, but the run keeps none"
+    )
     copies.corrupt_piece(rank_info.folder, key=rank_info.key, rank=rank_info.rank)
     os.kill(os.getpid(), signal.SIGKILL)
 

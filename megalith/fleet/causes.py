@@ -158,7 +158,8 @@ def describe(end: Exit, *, error: RankError | None, log: Path, output: str, phas
     reason = f"killed by {signal_name(-end.code)} in phase `{phase}`"
     if end.code == -signal.SIGKILL:
         reason += (
-            f" (out of memory: the kernel's out-of-memory killer ended {oom_kills} process{'es' * (oom_kills > 1)} during this time)"
+            f" (out of memory: the kernel's out-of-memory killer ended {oom_kills} process{'es' * (oom_kills > 1)} during the "
+            "ranks' lifetime)"
             if oom_kills
             else " (not out of memory, as far as the kernel reports; probably `kill -9` by another process)"
         )

@@ -266,8 +266,9 @@ def preload(modules: Sequence[str]) -> None:
     found = impurities()
     if found:
         raise NotPristineError(
-            f"the fork server holds {' and '.join(found)} after importing {', '.join(modules)}. Remove the module that "
-            f"creates these from the job's preload, or set MEGALITH_START=spawn to start ranks as fresh processes, which is slower"
+            f"the fork server holds {' and '.join(found)} after importing {', '.join(modules)}. From the job's preload, "
+            f"remove the module that starts threads, a process group or CUDA, or set MEGALITH_START=spawn to start ranks as fresh "
+            f"processes, which is slower"
         )
     gc.collect()
     gc.freeze()  # the collector would otherwise write to, and so copy, every page that the ranks share

@@ -149,7 +149,7 @@ def method(environment: Mapping[str, str] = os.environ) -> str:
     if asked is None:
         return "fork" if sys.platform == "linux" else "spawn"
     if asked not in METHODS:
-        raise ValueError(f"{METHOD}={asked} is not a way to start ranks. Use {' or '.join(METHODS)}, or leave it out")
+        raise ValueError(f"{METHOD}={asked} is not a way to start ranks. Use {' or '.join(METHODS)}, or unset {METHOD}")
     if asked == "fork" and sys.platform == "darwin":
-        raise ValueError(f"{METHOD}=fork: system libraries of macOS do not survive a fork. Use spawn, or leave it out")
+        raise ValueError(f"{METHOD}=fork: system libraries of macOS do not survive a fork. Use spawn, or unset {METHOD}")
     return asked

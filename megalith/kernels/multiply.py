@@ -21,7 +21,7 @@ from megalith.spec.numbers import PrecisionSpec
 OUTSIDE: Mapping[str, str] = {
     "Router": "the router computes in fp32 with any recipe, because rounded scores choose other experts (Fedus et al. 2022, section 2.4)",
     "Embedding": "the embedding looks up rows and adds up their gradients, and multiplies nothing",
-    "CausalConv": "the convolution multiplies each channel by itself, elementwise, and is bound by memory",
+    "CausalConv": "the convolution multiplies each channel by that channel's weights, elementwise, and is bound by memory",
     "CausalCore": "the attention core multiplies activations with activations, in the formats of attention kernels",
     "MambaCore": "the Mamba core multiplies activations with states in fp32, because its sums run over the whole sequence",
 }

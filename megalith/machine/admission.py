@@ -16,7 +16,7 @@ from megalith.machine.health import MIB, Finding, Needs
 MINIMUM = Needs(memory=256 * MIB, disk=64 * MIB, shared_memory=16 * MIB, loopback=10 * MIB, descriptors=256)
 """Minimum resources to start a run, far below the recommended resources by which `megalith doctor` judges."""
 
-ANYWAY = 'To start without this check, set fleet.check to "return"; `megalith doctor` shows more'
+ANYWAY = 'To start without the check of the machine, set fleet.check to "return"; `megalith doctor` makes more checks'
 
 CLOCK_SECONDS, LOOPBACK_SECONDS = 0.02, 0.5
 FIRST_PAUSE, LAST_PAUSE = 1.0, 10.0  # seconds between checks of a machine that waits to be fit
@@ -84,7 +84,7 @@ def burnt(command: Sequence[str], *, seconds: float) -> list[Finding]:
     """Run a burn-in and return its findings. The burn-in is a separate process, because it needs torch. A burn-in that prints
     nothing in time fails."""
     check, limit = "burn-in", f"done within {seconds:g} s"
-    way_out = "`megalith doctor` on this machine shows more"
+    way_out = "For more findings, run `megalith doctor` on this machine, which includes a burn-in"
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=seconds, check=False, stdin=subprocess.DEVNULL

@@ -74,7 +74,7 @@ class Description:
     def _gpu_rows(self) -> list[tuple[str, str]]:
         if not self.gpu_count and not self.gpus:
             return [
-                ("GPUs", "none found: runs train on the processor" if self.gpu_count == 0 else "unknown without a GPU runtime")
+                ("GPUs", "no GPU found: runs train on the processor" if self.gpu_count == 0 else "unknown without a GPU runtime")
             ]
         kinds = dict.fromkeys(self.gpus)
         count = "?" if self.gpu_count is None else str(self.gpu_count)

@@ -90,7 +90,11 @@ def smi(code: int, text: str) -> list[Finding]:
     try:
         gpus = read(text) if code == 0 else None
     except ElementTree.ParseError as error:
-        return [Finding(name, "warn", f"its output cannot be parsed ({error})", limit, "Look at `nvidia-smi -q` yourself")]
+        return [
+            Finding(
+                name, "warn", f"the output of nvidia-smi cannot be parsed ({error})", limit, "Look at `nvidia-smi -q` yourself"
+            )
+        ]
     if gpus is None:
         way_out = "Check that the driver is loaded. Reset the GPUs, or restart the machine"
         return [Finding(name, "fail", f"status {code}: {' '.join(text.split())[:200]}", limit, way_out)]
@@ -161,12 +165,12 @@ def judge(gpu: Gpu, number: int) -> list[Finding]:
 def _judge_errors(gpu: Gpu, check: str) -> Finding:
     limit = "0 uncorrected errors"
     if gpu.uncorrected is None:
-        return Finding(check, "ok", f"this {gpu.name} does not count them", limit)
+        return Finding(check, "ok", f"this {gpu.name} does not count uncorrected errors", limit)
     ever = gpu.uncorrected_ever or 0
     value = f"{gpu.uncorrected:,} uncorrected errors since the driver was loaded, {ever:,} ever"
     if gpu.uncorrected:
         return Finding(check, "fail", value, limit, f"Reset the GPU at {gpu.place}; if the errors return, replace the GPU")
-    return Finding(check, "warn" if ever else "ok", value, limit, "Watch this GPU, which had such errors before" if ever else "")
+    return Finding(check, "warn" if ever else "ok", value, limit, "Watch this GPU, which had uncorrected errors" if ever else "")
 
 
 def _judge_spoilt(gpu: Gpu, check: str) -> Finding:
@@ -181,14 +185,16 @@ def _judge_spoilt(gpu: Gpu, check: str) -> Finding:
             f"Have the GPU at {gpu.place} replaced",
         )
     if gpu.pending:
-        return Finding(check, "fail", f"{value}, and more will be at the next reset", limit, f"Reset the GPU at {gpu.place}")
+        return Finding(
+            check, "fail", f"{value}, and more will be retired at the next reset", limit, f"Reset the GPU at {gpu.place}"
+        )
     return Finding(check, "ok", value, limit)
 
 
 def _judge_heat(gpu: Gpu, check: str) -> Finding:
     if gpu.celsius is None:
         return Finding(check, "ok", "unknown", "not slowed down")
-    limit = f"below {gpu.slow_above:g} C, not slowed down" if gpu.slow_above is not None else "not slowed down"
+    limit = f"GPU below {gpu.slow_above:g} C and not slowed down" if gpu.slow_above is not None else "not slowed down"
     hot = gpu.slow_above is not None and gpu.celsius >= gpu.slow_above
     value = f"{gpu.celsius:g} C" + "".join(f", {reason}" for reason in gpu.slowed)
     bad = hot or bool(gpu.slowed)
@@ -203,7 +209,7 @@ _XID = re.compile(r"^(?:\[\s*([\d.]+)\])?.*NVRM: Xid \(([^)]*)\): (\d+)", re.MUL
 def xids(log: str, *, up: float) -> Finding:
     """Judge the driver's error messages in the kernel's `log`. `up`: the current time on the log's clock (seconds since the
     kernel started)."""
-    check, limit = "Xid", f"no hardware error within {RECENT_SECONDS / 60:g} minutes"
+    check, limit = "Xid", f"no hardware error in the last {RECENT_SECONDS / 60:g} minutes"
     found = [(float(at) if at else up, place.removeprefix("PCI:"), int(number)) for at, place, number in _XID.findall(log)]
     telling = [(at, f"{number} ({HARDWARE[number]}) of {place}") for at, place, number in found if number in HARDWARE]
     if not telling:
@@ -220,7 +226,7 @@ def diagnosis(code: int, text: str) -> Finding:
     check, limit = "DCGM", "no test of `dcgmi diag -r 1` fails"
     tests = _tests(text)
     if tests is None:
-        value = f"no diagnosis in its output (status {code}): {' '.join(text.split())[:200]}"
+        value = f"the output of dcgmi has no diagnosis (status {code}): {' '.join(text.split())[:200]}"
         return Finding(
             check, "warn", value, limit, "Check that DCGM's host engine runs (`nv-hostengine`), then run `dcgmi diag -r 1`"
         )
@@ -228,7 +234,7 @@ def diagnosis(code: int, text: str) -> Finding:
         Finding(name, "fail" if status == "fail" else "warn", "", "") for name, status in tests if status in ("fail", "warn")
     ]
     if not failed:
-        return Finding(check, "ok", f"{sum(status == 'pass' for _, status in tests)} tests passed", limit)
+        return Finding(check, "ok", f"{sum(status == 'pass' for _, status in tests)} tests of dcgmi passed", limit)
     listed = ", ".join(dict.fromkeys(f"{one.check}: {one.verdict}" for one in failed))
     return Finding(check, worst(failed), listed, limit, "`dcgmi diag -r 1` shows the reason and the GPU")
 

@@ -115,7 +115,7 @@ def _available() -> float:
         return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-UNSEEN = "Check that its file system is mounted and responds, or use another folder"
+UNSEEN = "Check that the file system of this folder is mounted and responds, or use another folder"
 
 
 def disk_space(folder: Path, limit: float) -> Finding:
@@ -197,7 +197,9 @@ def clock(limit: float, *, seconds: float = 0.2, now: Callable[[], float] = time
     off = abs((now() - wall) - (time.monotonic() - steady))
     verdict: Verdict = "fail" if off > limit else "warn" if off > limit / 10 else "ok"
     way_out = "" if verdict == "ok" else "Something sets the clock in steps. Configure chrony or ntpd to slew it"
-    return Finding("clock", verdict, f"{off * 1e3:.2g} ms off in {seconds:g} s", f"at most {limit * 1e3:g} ms", way_out)
+    return Finding(
+        "clock", verdict, f"wall clock {off * 1e3:.2g} ms off after {seconds:g} s", f"at most {limit * 1e3:g} ms", way_out
+    )
 
 
 def clock_synchronised() -> Finding:
@@ -205,7 +207,7 @@ def clock_synchronised() -> Finding:
     name, limit = "clock synchronised", "kept by NTP or PTP"
     status = _clock_status()
     if status is None:
-        return Finding(name, "ok", "the kernel does not report it", limit)
+        return Finding(name, "ok", "the kernel does not report whether the clock is synchronised", limit)
     if status == 5:  # TIME_ERROR of adjtimex(2)
         return Finding(
             name,

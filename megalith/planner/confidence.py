@@ -125,7 +125,8 @@ def _apart(others: Sequence[Own]) -> str:
     kinds = {"time.dense": "a dense model", "time.expert": "experts"}
     counts = Counter(f"{kinds[one.kind]} by {SOFTWARE[one.software].title} on {one.machine}" for one in others)
     return "".join(
-        f"; {number} measured row{'s' * (number != 1)} of {what}: no effect on times" for what, number in counts.items()
+        f"; {number} measured row{'s' * (number != 1)} of {what}: no effect on times predicted here"
+        for what, number in counts.items()
     )
 
 

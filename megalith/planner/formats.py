@@ -39,7 +39,7 @@ def unable(format: str, cluster: ClusterSpec, *, ours: bool) -> list[Problem]:
     if not peak or rates[format] in peak:
         return []
     able = ", ".join(name for name, rate in rates.items() if rate in peak)
-    reason = f"{cluster.accelerator.name} does not compute in this format, according to published figures"
+    reason = f"{cluster.accelerator.name} does not compute in {format}, according to published figures"
     return [problem("--format", format, reason, f"This device computes in {able}.")]
 
 
@@ -176,11 +176,11 @@ def advice_on(run: RunSpec, cluster: ClusterSpec) -> list[Problem]:
                 "advice",
                 key,
                 "codes",
-                f"is predicted to make every layer slower than bf16 on {device} under this plan",
+                f"8-bit products are predicted to make every layer slower than bf16 on {device} under this plan",
                 'Use train.precision = "bf16".',
             )
         ]
-    reason = f"is predicted to make {', '.join(more)} slower than bf16 on {device} under this plan"
+    reason = f"8-bit products are predicted to make {', '.join(more)} slower than bf16 on {device} under this plan"
     return [
         Problem(
             "advice",

@@ -69,7 +69,7 @@ def measured(paths: Iterable[Path], software: str) -> tuple[Own, ...]:
 
 
 def _said(error: Exception) -> str:
-    return f"cannot be used: {error or type(error).__name__}"
+    return f"these measurements cannot be used: {error or type(error).__name__}"
 
 
 def _table(path: Path, software: str) -> list[Own]:

@@ -336,7 +336,7 @@ def workload_of(request: ResolvedRequest, plan: Plan) -> Workload:
 
 def assumption(software: str, *, compiled: bool = False) -> str:
     """Return the assumed software, and the page about the errors of predictions, as text."""
-    return f"as if {SOFTWARE[software].title} ran it{', compiled' if compiled else ''}; {OFF}"
+    return f"as if {SOFTWARE[software].title} ran the model{', compiled' if compiled else ''}; {OFF}"
 
 
 def headroom() -> float:

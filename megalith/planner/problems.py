@@ -32,22 +32,20 @@ def across_sites(spec: RunSpec, *, out: bool, cluster: str | None, batch: int | 
         return []
     found, named = list[Problem](), any(one.cluster is not None for one in sites.each)
     if out and (len(Phases.of(spec).all) > 1 or (sites.plans and not named)):
-        reason = (
-            "writes the plan and batch of one site, but this run has phases, or tables of sites (sites.each) without clusters"
-        )
+        reason = "--out writes the plan and batch of one site, but this run has phases, or tables of sites (sites.each) without clusters"
         way_out = "Give each of sites.each a cluster; or leave out --out, and write the printed plan into the run file."
         found.append(Problem("error", "--out", True, reason, way_out, "command line"))
     for option, value in (("--cluster", cluster), ("--global-batch", batch)):
         if named and value is not None:
-            reason = "is for one site, but this run names a cluster for each site and divides its batch among them"
+            reason = f"{option} is for one site, but this run names a cluster for each site and divides its batch among them"
             found.append(Problem("error", option, value, reason, "Change the run file instead.", "command line"))
     if named and len(Phases.of(spec).all) > 1:
-        reason = "has clusters, but the run has phases: shares would only suit the batch of one phase"
+        reason = "sites.each names clusters, but the run has phases: the sites' shares would suit the batch of only one phase"
         found.append(
             Problem("error", "sites.each", len(sites.each), reason, "Leave out the clusters, or the phases and the batch ramp.")
         )
     if own_batch(spec) == 0:
-        reason = f"leaves sites without samples: the sites divide a step's samples into {sites.parts} parts"
+        reason = f"this batch leaves sites without samples: the sites divide a step's samples into {sites.parts} parts"
         found.append(Problem("error", "train.global_batch", spec.train.global_batch, reason, f"Use {sites.parts} or more."))
     return found
 

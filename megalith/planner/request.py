@@ -185,7 +185,7 @@ def resolve(plan_request: PlanRequest) -> ResolvedRequest:
     ours = plan_request.software == OURS and not plan_request.forward_only
     format_ = formats.format_of(plan_request.format, spec and spec.train.precision, cluster, problems, ours=ours)
     if plan_request.out and plan_request.software != OURS:
-        reason = "is not Megalith, but --out writes a run file for Megalith, which needs a different amount of memory and time"
+        reason = "this software is not Megalith, but --out writes a run file for Megalith, whose memory and time differ"
         problems.append(problem("--software", plan_request.software, reason, "Leave out --out or --software."))
     if plan_request.software not in SOFTWARE:
         problems.append(problem("--software", plan_request.software, "is not known", f"Known: {', '.join(SOFTWARE)}."))
@@ -266,7 +266,7 @@ def _not_of_prefill(plan_request: PlanRequest) -> list[Problem]:
     given = {
         "--tokens": plan_request.tokens, "--compute-optimal": plan_request.compute_optimal or None, "--out": plan_request.out or None,
     }  # fmt: skip
-    reason = "applies to training, but --forward-only predicts a prefill"
+    reason = "this option applies to training, but --forward-only predicts a prefill"
     return [problem(name, value, reason, f"Leave out {name} or --forward-only.") for name, value in given.items() if value]
 
 

@@ -36,7 +36,10 @@ class SiteRequest(ResolvedRequest):
     def problems(self, plan: Plan) -> list[Problem]:
         """See `ResolvedRequest.problems`."""
         if self.part % (plan.data * plan.microbatch):
-            reason = f"with plan.microbatch = {plan.microbatch} does not divide {self.part}, the samples in one part of a step"
+            reason = (
+                f"plan.data x plan.microbatch = {plan.data * plan.microbatch} does not divide {self.part}, the samples in one part of "
+                f"a step"
+            )
             return [problem("plan.data", plan.data, reason, "Use another global batch.")]
         return super().problems(plan)
 
@@ -96,7 +99,7 @@ def plan_sites(request: ResolvedRequest, search: Callable[[ResolvedRequest], Sea
         shares = share_out(rates, batch, lambda part: all(_deals_out(request, one, part) for one in there))
         if shares is None:
             reason = (
-                f"cannot be divided among the {sites.count} sites, in up to {PARTS} parts, so that each cluster "
+                f"this batch cannot be divided among the {sites.count} sites, in up to {PARTS} parts, so that each cluster "
                 f"distributes its share evenly"
             )
             raise SpecErrors([problem("train.global_batch", batch, reason, "Powers of two allow the most layouts.")])

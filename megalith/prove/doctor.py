@@ -128,7 +128,7 @@ def _summed(bad: list[int], world: int) -> Finding:
 def _speed(size: int, seconds: float, world: int) -> Finding:
     """Report the rate at which each rank sends in a ring all-reduce: at least 2 (n - 1) / n of the data."""
     rate = 2 * (world - 1) / world * size / seconds
-    return Finding("all-reduce speed", "ok", f"{rate / GIB:.3g} GiB/s a rank", "no limit: compare it with other nodes")
+    return Finding("all-reduce speed", "ok", f"{rate / GIB:.3g} GiB/s a rank", "no limit: compare the speed with other nodes")
 
 
 @dataclass(frozen=True)

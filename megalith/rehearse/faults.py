@@ -48,7 +48,7 @@ KINDS: dict[str, Kind] = {
     "checkpoint": Kind("newest checkpoint cut off, memory lost", "step"),
     "altered": Kind("newest checkpoint altered, memory lost", "step"),
     "node": Kind("node lost with its memory", "step"),
-    "two": Kind("two ranks and their nodes' memory", "step"),
+    "two": Kind("two ranks killed, their nodes' memory lost", "step"),
     "copy": Kind("copy in memory altered, then SIGKILL", "step", needs=("memory_every",)),
     "full": Kind("no room for a checkpoint", "saving", blames=False),
     "shard": Kind("flipped data shard", "reading", blames=False),

@@ -190,7 +190,7 @@ def _measured(wanted: SimulationRequest, spec: SimulationSpec, problems: list[Pr
         problems.append(_problem("--latencies", str(wanted.log), f"cannot be read: {error}", "Give another campaign's folder."))
         return None
     if not events.of_kind(records, Incident):
-        reason = f"has no incident in its log ({epochs.newest(folder, events.FILE)})"
+        reason = f"the run's log has no incident ({epochs.newest(folder, events.FILE)})"
         way_out = "Give the folder that `megalith campaign` named, or the folder of a run that had faults."
         problems.append(_problem("--latencies", str(wanted.log), reason, way_out))
         return None

@@ -116,7 +116,7 @@ def _problems(ran: SitesRun) -> list[str]:
 
 
 def _differences(evidence: Evidence, lost: int, doubled: int) -> list[str]:
-    against = "the run without faults" if evidence.law == "undisturbed" else "a replay of its own merges"
+    against = "the run without faults" if evidence.law == "undisturbed" else "a replay of the run's own merges"
     found = [evidence.error] if evidence.error else []
     if evidence.same_end is False:
         found.append(f"the end state differs from that of {against}")

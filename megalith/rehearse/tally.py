@@ -21,7 +21,7 @@ class Effect(StrEnum):
     SLOWED = "slowed it down"
     IDLE = "broke an idle node"
     UNSEEN = "were never noticed"
-    OPEN = "were not yet dealt with at the end"
+    OPEN = "were still open when the run ended"
 
 
 class Why(StrEnum):

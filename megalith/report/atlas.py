@@ -81,7 +81,7 @@ def _layout(best: Candidate) -> tuple[str, str]:
 def _again(best: Candidate) -> tuple[str, str]:
     held = best.estimate.memory
     again = {"none": "no recomputation", "full": "all recomputed"}.get(best.plan.recompute, "mlp recomputed")
-    return f"{(held.weights + held.gradients + held.optimizer) / GIB:.1f} is state", again
+    return f"{(held.weights + held.gradients + held.optimizer) / GIB:.1f} GiB of state", again
 
 
 def _step(best: Candidate) -> tuple[str, str]:

@@ -104,7 +104,7 @@ class History:
         logged."""
         if not self.starts and not self.steps:
             return "not started"
-        return self.finished.reason if self.finished else "running, or ended without logging it"
+        return self.finished.reason if self.finished else "running, or ended without logging its end"
 
     def usual(self, number: Callable[[Step], float | None]) -> float | None:
         """Return the median over the steps of the number that `number` returns; None if it returns None for every step. The first

@@ -35,7 +35,7 @@ def who_holds_what(run: History) -> str:
     split = [i for i in range(len(across)) if any(place[i] for place in places)]
     names = [", ".join(f"{across[i]} {place[i]}" for i in split) for place in shown]
     svg = grid(cells, [f"pipeline {row}" for row in rows], names)
-    more = f" {len(places) - len(shown)} more columns hold the same parts." if len(places) > len(shown) else ""
+    more = f" {len(places) - len(shown)} columns that are not shown hold the same parts." if len(places) > len(shown) else ""
     words = "Each strip shows the model from embedding to head. Blue marks the parts that this rank holds, up to the height of its share."
     natural = svg.replace(
         "<svg", f'<svg style="min-width:0;width:{100 + 190 * len(shown)}px"', 1
@@ -106,7 +106,9 @@ def memory_section(run: History) -> str:
     ]
     if series:
         small = [name.replace("_", " ") for name in names if 0 < largest[name] <= MIN_SHARE * most]
-        caption = "Memory over the run" + (f"; below {MIN_SHARE:.0%} of the largest: {', '.join(small)}" if small else "")
+        caption = "Memory over the run" + (
+            f"; not drawn (below {MIN_SHARE:.0%} of the largest): {', '.join(small)}" if small else ""
+        )
         chart = curves(series, lambda size: f"{size:.4g} {unit}", unit=f" {unit}", from_zero=True)
         drawn.append(figure(caption, chart))
     return figures(*drawn)

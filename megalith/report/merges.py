@@ -32,7 +32,7 @@ def merge_section(run: History) -> str:
     shown = made[:: -(-len(made) // MAX_POINTS)]
     apart = [
         Series("norm of the mean difference", [(one.step, one.norm) for one in shown], 0, dots=True),
-        Series("distance of the sites to this mean", [(one.step, one.spread) for one in shown], 1, dots=True),
+        Series("distance of the sites' differences from their mean", [(one.step, one.spread) for one in shown], 1, dots=True),
     ]
     losses = [
         Series(

@@ -26,6 +26,6 @@ def noise_words(run: History) -> str:
     """Describe the newest gradient noise scale and the tokens of a step, or the reason why there is no noise scale."""
     last = run.steps[-1]
     if "tokens" in last.noise:
-        return f"{units.count(last.noise['tokens'])} tokens, at {units.count(last.tokens)} a step"
+        return f"{units.count(last.noise['tokens'])} tokens; a step has {units.count(last.tokens)}"
     why = absent(run.plan, run.microbatches) if run.plan and run.microbatches else "the run's plan is not known"
-    return f"none: {why or 'its estimates of signal and noise are not positive yet'}"
+    return f"none: {why or 'the estimates of gradient signal and noise are not positive yet'}"

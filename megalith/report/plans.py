@@ -306,14 +306,14 @@ def sites(found: SitesResult) -> Table:
 
 def _waits(one: Across) -> str:
     if one.gradients:
-        sent = f"{one.bytes / 1e6:,.3g} MB in each step, waits {seconds(one.waited)} for it"
+        sent = f"{one.bytes / 1e6:,.3g} MB in each step, waits {seconds(one.waited)} for the exchange"
         return f"{one.method}. Each site sends {sent}, and computes for {one.use:.1%} of the time."
     more = (f", top_k = {one.top_k}" if one.top_k is not None else "") + (", eager" if one.eager else "")
     keys = f"inner_steps = {one.inner_steps}, fragments = {one.fragments}, overlap = {one.overlap}, bits = {one.bits}{more}"
     return (
         f"{one.method} ({keys}). Each site "
         f"sends {one.bytes / 1e6:,.3g} MB in each round, {one.instead / one.bytes:,.3g} times less than gradients, waits "
-        f"{seconds(one.waited)} for it, and computes for {one.use:.1%} of the time."
+        f"{seconds(one.waited)} for the exchange, and computes for {one.use:.1%} of the time."
     )
 
 
@@ -336,7 +336,7 @@ def slower(found: SlowdownReport) -> str:
     said = f"{found.name}: a step takes {seconds(found.measured)}, predicted {seconds(found.predicted)} ({off:+.1%})."
     if blamed is None:
         return f"{said} No term takes notably longer than predicted."
-    return f"{said} {blamed.name} exceeds its prediction most: {seconds(blamed.measured)} for {seconds(blamed.predicted)}."
+    return f"{said} {blamed.name} exceeds its prediction most: {seconds(blamed.measured)} instead of {seconds(blamed.predicted)}."
 
 
 def terms(found: SlowdownReport) -> Table:
@@ -387,7 +387,7 @@ def recipe_advice(found: Gains) -> str:
     if not found.recipe:
         return f"{ways}\nno layer gains from 8 bits on {found.device}: use bf16"
     keys = "\n".join(f"{key} = {json.dumps(value)}" for key, value in found.recipe.items())
-    saved = f"{seconds(found.saved)} for each microbatch on a rank with all blocks"
+    saved = f"{seconds(found.saved)} for each microbatch if a rank holds all blocks"
     return f"{ways}\nproposed settings, which save {saved}:\n\n[precision]\n{keys}\n"
 
 

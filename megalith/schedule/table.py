@@ -247,11 +247,11 @@ def _both_ways(name: str, *, ranks: int, microbatches: int, zero: int) -> Iterat
         yield ScheduleProblem("ranks", ranks, reason, f"{way_out}, {alternative}." if other else f"{way_out}.")
     if microbatches == 1:
         yield ScheduleProblem(
-            "microbatches", 1, f"is too few: schedule = {name!r} needs one in each direction", "Use microbatches >= 2."
+            "microbatches", 1, f"is too few: schedule = {name!r} needs one microbatch in each direction", "Use microbatches >= 2."
         )
     if zero >= 2:
         reason = (
-            f"does not fit schedule = {name!r}: it reduces the gradients of each microbatch, but the two copies of a stage run "
+            f"does not fit schedule = {name!r}: ZeRO 2 and 3 reduce gradients for each microbatch, but the two copies of a stage run "
             f"their microbatches in different orders"
         )
         yield ScheduleProblem("zero", zero, reason, f"Use zero <= 1 {alternative}".rstrip() + ".")
@@ -282,8 +282,10 @@ def _of_file(name: str, *, ranks: int, microbatches: int, chunks: int) -> list[S
             found.append(ScheduleProblem(field, value, f"with schedule = {name!r}, which is for {there:g} {what}", way_out))
     if schedule.mirrored is not None:  # what ranks share is laid out before a schedule is built
         both_ways = [f"schedule = {known!r}" for known, row in SCHEDULES.items() if row.bidirectional]
-        reason = "is bidirectional, but which ranks share a stage's state is known only for schedules with a name"
-        found.append(ScheduleProblem("schedule", name, reason, f"Use {' or '.join(both_ways)}, or a file without mirrored."))
+        reason = "this file is bidirectional, but which ranks share a stage's state is known only for built-in schedules"
+        found.append(
+            ScheduleProblem("schedule", name, reason, f"Use {' or '.join(both_ways)}, or a file without the key mirrored.")
+        )
     faults = problems(lower(schedule, 0))
     return found + [ScheduleProblem("schedule", name, f"cannot be run: {fault}", "Correct the file.") for fault in faults]
 

@@ -254,7 +254,7 @@ def _preset(layers: Sequence[Layer]) -> tuple[list[Layer], list[Problem]]:
             return [Layer({"model": presets()[name].values}, f"preset {name}")], []
         nearest = near(str(name), presets())
         fits = " or ".join(map(literal, [nearest] if nearest else meant(str(name))[:3]))
-        way_out = f"{f'Did you mean {fits}? ' if fits else ''}`megalith models` lists all."
+        way_out = f"{f'Did you mean {fits}? ' if fits else ''}`megalith models` lists all models."
         return [], [Problem("error", "model.preset", name, "no preset has this name", way_out, layer.source)]
     return [], []
 

@@ -59,7 +59,10 @@ _GROUPS: dict[str, tuple[str, str]] = {
         "train.seq_len",
         "the number of tokens in a sequence. model.context is the longest sequence that the model takes.",
     ),
-    "dtype torch_dtype mixed_precision bf16 fp16 amp param_dtype": ("train.precision", '"bf16", "fp16" or "fp32", for example.'),
+    "dtype torch_dtype mixed_precision bf16 fp16 amp param_dtype": (
+        "train.precision",
+        'a number format such as "bf16", "fp16" or "fp32".',
+    ),
     "random_seed": ("train.seed", ""),
     "z_loss_weight zloss": ("train.z_loss", ""),
     "pretrained init_from_checkpoint finetune_from load_weights": (
@@ -79,7 +82,10 @@ _GROUPS: dict[str, tuple[str, str]] = {
     ),
     "adam_beta1": ("optimizer.beta1", ""),
     "adam_beta2": ("optimizer.beta2", ""),
-    "betas adam_betas": ("optimizer.beta1", "and optimizer.beta2: Megalith has one key for each beta."),
+    "betas adam_betas": (
+        "optimizer.beta1",
+        "the first of two betas; optimizer.beta2 is the second. Megalith has one key for each beta.",
+    ),
     "adam_eps adam_epsilon epsilon": ("optimizer.eps", ""),
     "wd": ("optimizer.weight_decay", ""),
     "max_grad_norm grad_clip clip_grad clip_grad_norm gradient_clipping gradient_clip_val max_norm": (
@@ -108,7 +114,7 @@ _GROUPS: dict[str, tuple[str, str]] = {
         "the number of ranks that divide the experts; these are also data, context and tensor ranks.",
     ),
     "etp expert_tensor_parallel_size": ("plan.expert_tensor", "the number of ranks that split each expert's matrix products."),
-    "sp sequence_parallel": ("plan.sequence", "true or false; it has an effect if plan.tensor > 1."),
+    "sp sequence_parallel": ("plan.sequence", "true or false; plan.sequence has an effect only if plan.tensor > 1."),
     "fsdp zero_stage zero_level sharding_strategy": ("plan.zero", ZERO),
     "hsdp dp_replicate num_replicas data_parallel_replicate_degree": (
         "plan.replicate",
@@ -121,7 +127,7 @@ _GROUPS: dict[str, tuple[str, str]] = {
     "gpus num_gpus n_gpus ngpus devices num_devices world_size nproc nproc_per_node ranks num_ranks nodes": ("plan.data", RANKS),
     "gradient_checkpointing activation_checkpointing activation_checkpoint remat recompute_granularity ac": (
         "plan.recompute",
-        '"none", "selective" or "full", for example.',
+        'what backward recomputes, such as "none", "selective" or "full".',
     ),
     "torch_compile": ("plan.compile", ""),
     # model

@@ -42,7 +42,7 @@ def absent(plan: Plan, microbatches: int) -> str:
     if parts(plan, microbatches) > 1:
         return ""
     if plan.context > 1:
-        return "with plan.context > 1, ranks have parts of the gradient of the same sequences, so they cannot be compared"
+        return "with plan.context > 1, ranks have parts of the gradient of the same sequences, so these parts give no noise scale"
     if microbatches == 1:
-        return "a step has only one microbatch, so there are no two gradients to compare"
-    return "the only data rank adds up its microbatches' gradients before the reduction; plan.zero = 2 would make an estimate possible"
+        return "a step has only one microbatch, so there are no two gradients that could be compared for the noise scale"
+    return "the only data rank adds up its microbatches' gradients before the reduction; plan.zero = 2 would give a noise scale"

@@ -160,11 +160,11 @@ def _not_finite(vitals: Vitals, stability: StabilitySpec, history: History) -> D
         return Rerun()
     found = f"loss {vitals.loss}, gradient norm {vitals.norm}"
     if vitals.overflowed:
-        found += f" at loss scale {vitals.gradient_scale:,.0f}, which is not above its floor (loss_scale.floor)"
+        found += f"; the loss scale was {vitals.gradient_scale:,.0f}, which is not above its floor (loss_scale.floor)"
     if stability.not_finite == "skip" and vitals.skipped < stability.skips:
         return Skip(found)
     if stability.not_finite == "skip":
-        found += f"; updates were skipped already, as many as stability.skips = {stability.skips} allows"
+        found += f"; the run has already skipped as many updates as stability.skips = {stability.skips} allows"
     return _rewind(vitals, found, stability, history, otherwise=Stop(found)) or Stop(found)
 
 

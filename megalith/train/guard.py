@@ -149,7 +149,9 @@ class StateGuard:
             self._altered(step, "the state kept for merges", self._merged, found)
 
     def _altered(self, step: int, what: str, known: int, found: int) -> None:
-        text = f"{what} after {step} steps had the digest {known:016x} after its update, but now has {found:016x}"
+        text = (
+            f"{what} after {step} steps had the digest {known:016x} when it was last updated, but now has the digest {found:016x}"
+        )
         self._accuse(StateCorrupt(**self._here(step, self.rank_info.rank), where="at rest"), text)
 
     def _digest(self) -> int:

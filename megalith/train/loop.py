@@ -185,7 +185,8 @@ class Loop:
         if self.log:
             self.log.write(
                 Problem(
-                    "advice", f"this site has the merged weights of step {step} and trains as soon as the other sites include it"
+                    "advice",
+                    f"this site has the merged weights of step {step} and trains as soon as the other sites include this site",
                 )
             )
         return True

@@ -75,5 +75,5 @@ def _split(loaded: LoadResult, trainer: Trainer) -> str:
 
 def _converted(loaded: LoadResult, trainer: Trainer) -> str:
     was, now = (RunSpec.model_validate(loaded.meta["spec"]).optimizer.small, trainer.spec.optimizer.small)
-    how = "exactly" if now.number == "fp32" else "and rounded as in an update"
-    return f"optimizer.moments was {was.number} when step {loaded.step} was saved and is now {now.number}: the moments are converted {how}"
+    how = "the moments are converted exactly" if now.number == "fp32" else "the moments are converted and rounded as in an update"
+    return f"optimizer.moments was {was.number} when step {loaded.step} was saved and is now {now.number}: {how}"

@@ -153,7 +153,7 @@ class GradientVerifier:
         always = tuple(rank for rank in involved if all(rank in pair for pair in wrong))
         told = always if len(wrong) > 1 and len(always) == 1 else tuple(involved)
         return Disagreement(
-            told, "got other gradients than another replica from the same samples; each of them got its own result twice"
+            told, "got other gradients than another replica from the same samples, although each rank got its own gradients twice"
         )
 
 

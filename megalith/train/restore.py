@@ -236,8 +236,8 @@ def _left_behind(loaded: LoadResult, kind: str) -> str:
     if not left:
         return ""
     return (
-        f"train.init_from takes only the weights of {loaded.path}. Its optimizer's state ({', '.join(left)}) is not carried over: "
-        f"{kind} starts with an empty state, at the first update of its schedule."
+        f"train.init_from takes only the weights of {loaded.path}. The checkpoint's optimizer state ({', '.join(left)}) is not carried "
+        f"over: {kind} starts with an empty state, at the first update of its schedule."
     )
 
 

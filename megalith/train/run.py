@@ -372,7 +372,7 @@ def choose_device(wanted: str, local_rank: int, local_world: int) -> torch.devic
     if there:
         raise RuntimeError(
             f'train.device = "auto": this machine has {there} GPUs, and PyTorch {torch.__version__} can use none of them. '
-            'Repair the driver, install a PyTorch that supports it, or set train.device = "cpu".'
+            'Repair the driver, install a PyTorch that supports these GPUs, or set train.device = "cpu".'
         )
     if local_world <= gpus:
         torch.cuda.set_device(local_rank)

@@ -112,14 +112,14 @@ def _of_ranks(steps: WhatIfAnalysis) -> Iterator[Cause]:
             continue
         for rank, times in blamed[:8]:
             where = f"rank {rank} (pipeline rank {seen.pipeline[rank]}, data rank {seen.data[rank]}, node {node})"
-            than = (
-                "earlier in this run, relative to the other ranks"
+            words = (
+                f"Slow: {where} works {times:.2f} times as long as earlier in this run, relative to the other ranks"
                 if seen.alone[rank]
-                else "ranks with the same part of the model"
+                else f"Slow: {where} works {times:.2f} times as long as ranks with the same part of the model"
             )
-            words = f"Slow: {where} works {times:.2f} times as long as {than}"
             change = (
-                "Check whether its device is throttled, shared or failing (megalith doctor). A spare node may replace its node."
+                f"Check whether the device of rank {rank} is throttled, shared or failing (megalith doctor). A spare node may replace "
+                f"node {node}."
             )
             yield Cause("slow rank", words, change, share * one.without([rank], usual), (rank,), node)
     yield from _of_stages(one, usual, seen, share)
@@ -137,7 +137,7 @@ def _of_stages(one: Replay, own: NDArray[np.float64], seen: Window, share: float
     whole = one.seconds(own)
     gain = share * (1 - one.seconds(levelled(own, seen.pipeline, place)) / whole) if whole > 0 else 0.0
     words = f"Unbalanced: pipeline rank {place} has {over - 1:.0%} more work than the median of the others, which wait for it"
-    change = "Give this rank fewer blocks (plan.layers); `megalith plan` with the changed run file predicts the step."
+    change = f"Give pipeline rank {place} fewer blocks (plan.layers); `megalith plan` with the changed run file predicts a step's seconds."
     yield Cause("unbalanced stage", words, change, gain, tuple(map(int, np.flatnonzero(seen.pipeline == place)[:8])))
 
 
@@ -155,8 +155,10 @@ def _of_samples(one: Replay, seen: Window, share: float, slow: set[int]) -> Iter
         return
     times = f"{np.median(ratios):.2f} times"
     words = f"Uneven samples: in the median step, the slowest data rank works {times} as long as the median one"
-    words = f"{words}, and changes from step to step"
-    change = "Samples with long documents cost more (data.document_mask). Larger microbatches even this out."
+    words = f"{words}; which data rank is the slowest changes from step to step"
+    change = (
+        "Samples with long documents cost more (data.document_mask). With larger microbatches, data ranks' work differs less."
+    )
     yield Cause("uneven samples", words, change, share * (1 - 1 / float(np.median(ratios))))
 
 

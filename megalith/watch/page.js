@@ -446,7 +446,7 @@ function fillCauses() {
   const found = now()["what-if"];
   if (!found) return;
   const others = found.without.filter(w => w.what !== "rank" || !found.causes.some(c => c.who.includes(w.which))); // a cause has said it
-  panels.causes.replaceChildren(...(found.causes.length ? found.causes.map(c => h("div", {class: "cause"}, h("span", {class: "gain"}, "−" + percent(c.gain)), h("strong", {}, c.words + "."), h("small", {}, c.change, c.seconds ? " Without this, a step would take " + duration(c.seconds) + " less." : ""))) : [h("p", {class: "muted"}, found.why ? "No causes are known yet: " + found.why + "." : "Nothing stands out: no rank, pipeline rank or node is much slower than its peers, and waiting for data, saving and the network is short.")]), ...(others.length ? [h("ul", {class: "withouts"}, others.map(w => h("li", {}, w.words)))] : []), ...(found.plans && found.plans.length ? [h("p", {class: "muted"}, "Plans that the planner expects to be faster: " + found.plans.map(p => p.change + " (−" + percent(p.gain) + ")").join("; ") + ".")] : []));
+  panels.causes.replaceChildren(...(found.causes.length ? found.causes.map(c => h("div", {class: "cause"}, h("span", {class: "gain"}, "−" + percent(c.gain)), h("strong", {}, c.words + "."), h("small", {}, c.change, c.seconds ? " Without this delay, a step would take " + duration(c.seconds) + " less." : ""))) : [h("p", {class: "muted"}, found.why ? "No causes are known yet: " + found.why + "." : "Nothing stands out: no rank, pipeline rank or node is much slower than its peers, and waiting for data, saving and the network is short.")]), ...(others.length ? [h("ul", {class: "withouts"}, others.map(w => h("li", {}, w.words)))] : []), ...(found.plans && found.plans.length ? [h("p", {class: "muted"}, "Plans that the planner expects to be faster: " + found.plans.map(p => p.change + " (−" + percent(p.gain) + ")").join("; ") + ".")] : []));
 }
 
 let questions = 0;
@@ -496,10 +496,10 @@ function fillRest() {
   panels.sites.style.display = merges.length ? "" : "none";
   if (merges.length) {
     const x = merges.map(m => m.step), last = merges[merges.length - 1];
-    panels.apart.set([{name: "norm of the mean difference", x, y: merges.map(m => m.norm), colour: "c0", dots: true}, {name: "distance of the sites to this mean", x, y: merges.map(m => m.spread), colour: "c1", dots: true}]);
+    panels.apart.set([{name: "norm of the mean difference", x, y: merges.map(m => m.norm), colour: "c0", dots: true}, {name: "distance of the sites' differences from their mean", x, y: merges.map(m => m.spread), colour: "c1", dots: true}]);
     panels.waits.set([{name: "wait of the first site", x, y: merges.map(m => m.waited), colour: "c3", dots: true}]);
     panels.waited.replaceChildren(legend([["wait of the first site for others at each merge", "c3"]]));
-    panels.merged.replaceChildren(legend([["norm of the mean difference", "c0"], ["root mean square distance of the sites to this mean", "c1"]]), h("p", {class: "muted"}, whole(merged.count) + " merges of " + merged.sites + " sites, last with losses " + last.losses.map((v, i) => (last.merged[i] ? last.merged[i] + " " : "") + (v === null ? "?" : v.toFixed(3))).join(", ") + ". The first site sent " + bytes(merged.sent) + (merged.instead ? ", where gradients in fp32 after each step would be " + bytes(merged.instead) : "") + ". Its ranks waited " + duration(merged.waited) + " for others."));
+    panels.merged.replaceChildren(legend([["norm of the mean difference", "c0"], ["root mean square distance of the sites' differences from their mean", "c1"]]), h("p", {class: "muted"}, whole(merged.count) + " merges of " + merged.sites + " sites, last with losses " + last.losses.map((v, i) => (last.merged[i] ? last.merged[i] + " " : "") + (v === null ? "?" : v.toFixed(3))).join(", ") + ". The first site sent " + bytes(merged.sent) + (merged.instead ? ", where gradients in fp32 after each step would be " + bytes(merged.instead) : "") + ". Its ranks waited " + duration(merged.waited) + " for others."));
   }
   const errors = now().precision, looked = errors ? Object.entries(errors.errors) : [];
   panels.precision.style.display = looked.length ? "" : "none";

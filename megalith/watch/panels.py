@@ -232,7 +232,7 @@ def what_if(source: Source, asked: Asked) -> dict[str, Any]:
         steps = WhatIfAnalysis.of(source)
         answer = None if steps is None else steps.ask(*question)
         without = () if answer is None else (answer,)
-    words = "" if found.causes or window(source) is not None else "too few steps of all ranks are known"
+    words = "" if found.causes or window(source) is not None else "too few steps have been reported by all ranks"
     return {
         "step": step, "causes": [asdict(one) | _seconds(one.gain, step) for one in found.causes], "plans": causes.plans(source),
         "without": [asdict(one) | _seconds(one.gain, step) for one in without], "why": words,

@@ -115,7 +115,7 @@ def _of_pace(found: "RunHealth", source: Source, recent: Recent) -> Iterator[Hea
         yield HealthMessage("warn", f"A step takes {units.duration(found.seconds)}, {times_longer}.", "slow", cause or grown)
     for one in known:
         if one.kind in ("slow rank", "slow node"):
-            words = f"{one.words}. Without this, a step would take {units.percent(one.gain)} less time."
+            words = f"{one.words}. Without this delay, a step would take {units.percent(one.gain)} less time."
             yield HealthMessage("warn", words, "slow", one.change)
 
 

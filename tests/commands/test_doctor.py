@@ -66,7 +66,7 @@ def test_a_calibration_is_a_cluster_file_that_is_not_overwritten_unasked(tmp_pat
     again = call("doctor", "--calibrate", str(file), "--seconds", "0")
     assert again.exit_code == 1 and "exists already. Use --overwrite" in again.stderr and file.read_text() == before
     over = call("doctor", "--calibrate", str(file), "--seconds", "0", "--overwrite")
-    assert over.exit_code == 0 and f'cluster = "{file}" in a run file of 1 rank' in over.stdout
+    assert over.exit_code == 0 and f'cluster = "{file}" in a run file whose plan has 1 rank' in over.stdout
     assert load(str(file)).count == 1
 
 

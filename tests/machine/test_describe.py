@@ -36,7 +36,7 @@ def test_this_machine_is_described_in_rows_that_name_everything() -> None:
     assert rows["Python"] == ".".join(map(str, sys.version_info[:3]))
     assert {"system", "torch", "processor", "memory", "/dev/shm", "GPUs"} <= set(rows)
     assert found.processors >= 1 and found.torch is not None
-    assert "none found" in dict(replace(found, gpu_count=0, gpus=()).rows())["GPUs"]
+    assert "no GPU found" in dict(replace(found, gpu_count=0, gpus=()).rows())["GPUs"]
     assert "unknown" in dict(replace(found, gpu_count=None, gpus=()).rows())["GPUs"]
     two = replace(found, gpu_count=2, gpus=(GpuModel("H100", 2**36, True, "1"),) * 2).rows()
     assert two[-2:] == [("GPUs", "2 usable"), ("", "2 x H100, 64.0 GiB, bf16, driver 1")]

@@ -250,7 +250,7 @@ def test_a_scale_at_its_floor_ends_the_run_with_names(plan: dict[str, Any]) -> N
     spec = fp16(plan, scale={"initial": 4, "hysteresis": 1, "floor": 2})
     for message, before, after in run_ranks(at_its_floor, 2, spec):
         assert message.startswith("step 2: ") and f"NaN or Inf in gradients of {TENSOR} (" in message
-        assert "at loss scale 2, which is not above its floor (loss_scale.floor)" in message
+        assert "the loss scale was 2, which is not above its floor (loss_scale.floor)" in message
         assert all(torch.equal(after[name], tensor) for name, tensor in before.items() if name != "loss_scale")
 
 

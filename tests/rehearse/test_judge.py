@@ -171,7 +171,7 @@ def test_a_silence_beyond_its_limit_is_told_and_beyond_what_starved_ranks_may_ta
     late = _judged(tmp_path / "late", silence=4.6)
     assert late.passed, "ranks without a processor are given more"
     assert late.hangs.late == 1
-    assert any("1 found late" in line for line in sentences(late))
+    assert any("1 of the hangs found late" in line for line in sentences(late))
     never = _judged(tmp_path / "never", silence=33.0)
     assert never.problems == ("hang (incident 2): silent for 33.00 s, more than 10 times its limit of 3.00 s",)
 

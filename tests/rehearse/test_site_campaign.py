@@ -133,7 +133,7 @@ def test_a_campaign_passes_with_the_bits_of_its_replay_and_every_sample_once(tmp
 @pytest.mark.parametrize(
     ("change", "evidence", "problem"),
     [
-        ({}, {"same_end": False}, "the end state differs from that of a replay of its own merges"),
+        ({}, {"same_end": False}, "the end state differs from that of a replay of the run's own merges"),
         ({}, {"same_end": False, "law": "undisturbed"}, "the end state differs from that of the run without faults"),
         ({}, {"same_end": None, "error": "merge 3 is in no log"}, "merge 3 is in no log"),
         ({}, {"samples": range(47)}, "samples: 1 are in no merge, 0 in more than one merge"),

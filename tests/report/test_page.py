@@ -285,7 +285,7 @@ def test_a_footnote_says_what_mfu_is_relative_to(page):
 def test_memory_that_would_lie_on_zero_is_named_and_not_drawn(tmp_path):
     sizes = {"weights": 1 << 20, "gradients": 0, "resident": 900 << 20, "peak": 901 << 20}
     page = write(log(tmp_path, start(), *(step(i, memory=sizes) for i in range(1, 4)))).read_text(encoding="utf-8")
-    assert "Memory over the run; below 1% of the largest: weights" in page
+    assert "Memory over the run; not drawn (below 1% of the largest): weights" in page
     assert 'aria-label="resident, peak"' in page
 
 

@@ -38,8 +38,8 @@ def test_the_live_line_says_from_which_sample_a_phase_begins(tmp_path):
 
 def test_the_noise_scale_is_shown_beside_the_batch_or_why_there_is_none():
     noisy = step(3, tokens=512, noise={"signal": 1.0, "noise": 8.0, "scale": 8.0, "tokens": 256_000.0})
-    assert noise_words(gather([start(), noisy])) == "256k tokens, at 512 a step"
-    assert noise_words(gather([start(), step(3)])) == "none: its estimates of signal and noise are not positive yet", (
+    assert noise_words(gather([start(), noisy])) == "256k tokens; a step has 512"
+    assert noise_words(gather([start(), step(3)])) == "none: the estimates of gradient signal and noise are not positive yet", (
         "two data ranks"
     )
     alone = start(plan=Plan())

@@ -140,7 +140,7 @@ def _with_old_defaults(resolved: ResolvedRun, folder: Path) -> ResolvedRun:
             key = f"{table}.{name}"
             if provenance[key] == "default" and getattr(getattr(saved, table), name) == value:
                 spec = spec.model_copy(update={table: getattr(spec, table).model_copy(update={name: value})})
-                provenance[key] = f"default when {folder / files.FILE} was written"
+                provenance[key] = f"default at the time when {folder / files.FILE} was written"
     except (SpecErrors, AttributeError):  # a file that cannot be read: the comparison of the runs reports it
         return resolved
     return replace(resolved, spec=spec, provenance=provenance)

@@ -57,7 +57,8 @@ class Siblings:
             folders = dict(zip(self._sites, self._folders, strict=True))
             each = "; ".join(f"{self._named(site)} ended with status {ended[site]}: see {folders[site] / LOG}" for site in failed)
             text = (
-                f"{each}. The other sites form no quorum, so the run ends. Run the same command again once the cause is removed"
+                f"{each}. The remaining sites form no quorum, so the run ends. Run the same command again once the cause of "
+                f"the failure is removed"
             )
             raise SiteEndedError(text, ended[failed[0]] or 0)
 

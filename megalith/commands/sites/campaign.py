@@ -116,7 +116,7 @@ def table_of(found: "SitesJudgement") -> Table:
 
 def sentences(found: "SitesJudgement") -> Iterator[str]:
     """Yield the results of a campaign across sites as sentences."""
-    yield f"{counted(found.merges, 'merge')}; {found.seconds:.0f} s, {found.seconds_without:.0f} s without faults"
+    yield f"{counted(found.merges, 'merge')}; {found.seconds:.0f} s with the faults, {found.seconds_without:.0f} s without"
     if found.same_end is not None:
         same = "the same bits as" if found.same_end else "other bits than"
         if found.law == "undisturbed":

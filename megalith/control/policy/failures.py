@@ -57,8 +57,10 @@ def _after_fault_of_node(
         if commands:
             return restart(state, commands, observation, fleet, reason=reason, blamed=node, rank=rank)
     if together >= 2 * fleet.same_failure:
-        where = "on several nodes, so the nodes are not the cause."
-        report = f"{reason}: the {ordinal(together)} similar failure at step {observation.step}, {where}"
+        report = (
+            f"{reason}: this is the {ordinal(together)} similar failure at step {observation.step}. The failures were on several "
+            "nodes, so the nodes are not the cause."
+        )
         return stop(state, [], ExitCode.LOST, report, rank=rank)
     return after_failure(state, [], observation, fleet, key=f"{key} on {node}", reason=reason, blamed=node, rank=rank)
 
@@ -93,8 +95,8 @@ def nonfinite(state: State, observation: observations.Nonfinite, fleet: FleetSpe
         state = replace(state, reruns={**state.reruns, observation.step: 1})
         return Decision((RerunStep(observation.step),), state, f"{what}: repeat the step")
     if observation.elsewhere == "reproduced":
-        again = " and computing it on another replica" if observation.rank is not None else ""
-        seen = f"{what}; repeating the step{again} gave the same result"
+        again = "repeating the step" if observation.rank is None else "repeating the step and computing it on another replica"
+        seen = f"{what}; {again} gave the same result"
         report = f"{seen}. The numerics are the cause, so a restart does not help. No weight was changed. {observations.NUMERICS}"
         return stop(state, [], ExitCode.FAILED, report, rank=observation.rank)
     if observation.elsewhere == "clean":
@@ -154,7 +156,7 @@ def gradient_wrong(state: State, observation: observations.GradientWrong, fleet:
 def straggler(state: State, observation: observations.Straggler, fleet: FleetSpec) -> Decision:
     """Replace a slow node once its slowness has cost the run as much time as the replacement will cost. By this rule, slowness and
     replacement together cost at most twice the lowest possible cost."""
-    reason = f"rank {observation.rank} on {observation.node} computes {observation.ratio:.2f} times as long as the others"
+    reason = f"rank {observation.rank} on {observation.node} computes {observation.ratio:.2f} times as long as the other ranks"
     slot = state.slot(observation.node)
     if observation.lost < observation.replacing or not state.spares or slot is None:
         return Decision((), state, f"{reason}: tolerate the slow node", observation.node, observation.rank)

@@ -102,8 +102,8 @@ def store_away(state: State, observation: observations.StoreAway, fleet: FleetSp
     reason = f"{observation.path} cannot be used at the moment: {observation.error}"
     if gone >= fleet.wait_limit:
         report = (
-            f"{reason}. It was unavailable for {gone:.0f} s (fleet.wait_limit = {fleet.wait_limit:g}). Start the same command "
-            f"again once the path can be used: the run resumes from the newest copy of its state."
+            f"{reason}. The path was unavailable for {gone:.0f} s (fleet.wait_limit = {fleet.wait_limit:g}). Start the same "
+            f"command again once the path can be used: the run resumes from the newest copy of its state."
         )
         return stop(state, [], ExitCode.LOST, report)
     state = replace(state, away=since, fruitless=max(0, state.fruitless - 1))

@@ -33,7 +33,7 @@ def given(spec: RunSpec, engine: str, *, run_file: str, run_dir: str, **options:
     nodes = said.pop("nodes", None)
     if engine in SEVERAL and spec.fleet.nodes > 1:
         if nodes not in (None, spec.fleet.nodes):
-            way_out = f"Leave it out, or use --set fleet.nodes={nodes}."
+            way_out = f"Leave out --nodes, or use --set fleet.nodes={nodes}."
             found.append(Problem("error", "--nodes", nodes, f"the run has fleet.nodes = {spec.fleet.nodes}", way_out))
         nodes, said["agent"], said["spares"] = spec.fleet.nodes, True, spec.fleet.spares
     ranks = _ranks_per_node(spec, engine, nodes, said.pop("ranks_per_node", None), cluster)
@@ -68,8 +68,10 @@ def given(spec: RunSpec, engine: str, *, run_file: str, run_dir: str, **options:
 
 def _unused(name: str, value: Any, engine: str) -> Problem:
     option, users = _option(name), USED_BY[name]
-    reason = "starts all ranks of the plan on one machine" if name in ("nodes", "ranks_per_node") else "does not use this option"
-    return Problem("error", option, value, f"engine {engine!r} {reason}", f"Leave it out, or use --engine {' or '.join(users)}.")
+    reason = f"engine {engine!r} does not use this option"
+    if name in ("nodes", "ranks_per_node"):
+        reason = f"engine {engine!r} starts all ranks of the plan on one machine"
+    return Problem("error", option, value, reason, f"Leave out {option}, or use --engine {' or '.join(users)}.")
 
 
 def _option(name: str) -> str:
@@ -105,7 +107,7 @@ def _ranks_per_node(
     if nodes is not None:
         if nodes < 1 or ranks % nodes:
             reason = f"{ranks} ranks cannot be divided evenly among {nodes} nodes"
-            return Problem("error", "--nodes", nodes, reason, "Use a divisor, or another plan.")
+            return Problem("error", "--nodes", nodes, reason, f"Use a number of nodes that divides {ranks}, or another plan.")
         return ranks // nodes
     if cluster is not None:
         return min(ranks, cluster.per_node)
@@ -127,7 +129,7 @@ def _advice_on_pods(launch: Launch) -> list[Problem]:
             "advice",
             "--run-dir",
             launch.run_dir,
-            "is inside each pod, so the pods do not share it, and it is lost when they end",
+            "the run folder is inside each pod, so the pods do not share it, and it is lost when they end",
             way_out,
         )
     ]

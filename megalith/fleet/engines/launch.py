@@ -71,8 +71,8 @@ def problems(spec: RunSpec, launch: Launch) -> list[str]:
         return [f"ranks_per_node = {launch.ranks_per_node} starts nothing. Use 1 or more"]
     if spec.ranks % launch.ranks_per_node:
         found.append(
-            f"ranks_per_node = {launch.ranks_per_node} does not divide the plan's {spec.ranks} ranks. Use a divisor: "
-            "nodes of different sizes cannot replace each other"
+            f"ranks_per_node = {launch.ranks_per_node} does not divide the plan's {spec.ranks} ranks. Use a divisor "
+            f"of {spec.ranks}: nodes with different numbers of ranks cannot replace each other"
         )
     if launch.spares and not launch.agent:
         found.append(

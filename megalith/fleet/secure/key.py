@@ -150,22 +150,23 @@ def _read(path: Path, *, warn_only: bool = False) -> str:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except PermissionError as error:
         raise NoKey(
-            f"{path} cannot be read by user {os.geteuid()} ({error.strerror}). Set {VARIABLE}, or start as its owner"
+            f"{path} cannot be read by user {os.geteuid()} ({error.strerror}). Set {VARIABLE}, or start as the file's owner"
         ) from None
     with os.fdopen(descriptor, "rb") as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
-            raise NoKey(f"{path} is not a regular file, so it holds no key. Remove it, or set {VARIABLE}")
+            raise NoKey(f"{path} is not a regular file, so it holds no key. Remove {path}, or set {VARIABLE}")
         if found.st_uid not in (os.geteuid(), 0):
             raise NoKey(
-                f"{path} belongs to user {found.st_uid}, not to {os.geteuid()}: it is not a secret. Remove it, or set {VARIABLE}"
+                f"{path} belongs to user {found.st_uid}, not to {os.geteuid()}: it is not a secret. Remove the file, or set "
+                f"{VARIABLE}"
             )
         if open_to := stat.S_IMODE(found.st_mode) & 0o077:
-            why = f"other users can access {path} (mode {stat.S_IMODE(found.st_mode):04o}, where {open_to:04o} is too much)"
+            why = f"other users can access {path} (mode {stat.S_IMODE(found.st_mode):04o}, where bits {open_to:04o} must be off)"
             if not warn_only:
                 raise NoKey(
-                    f"{why}: it is not a secret. Remove it, and make another key in the run folder with: megalith key RUN_DIR; or set "
-                    f"{VARIABLE}"
+                    f"{why}: it is not a secret. Remove the file, and make another key in the run folder with: megalith key RUN_DIR; "
+                    f"or set {VARIABLE}"
                 )
             print(f"warning: {why}: chmod 600 it", file=sys.stderr, flush=True)
         return file.read(_MAX_BYTES).decode("ascii", errors="replace").strip()

@@ -355,7 +355,7 @@ class Peers:
             opener, sealer = ends
             number, start, *has = _HELLO.unpack(_first(connection, opener))
             if not self.own < number < self.count:
-                raise ValueError("a site with this number does not connect to this one")
+                raise ValueError(f"site {number} does not connect to site {self.own}, or does not exist")
             connection.sendall(sealer.seal(self._hello(self._peers.get(number), number)))
         except (OSError, EOFError, ValueError, struct.error):
             self._turn_away(plain)

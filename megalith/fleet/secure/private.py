@@ -18,7 +18,7 @@ class NotPrivate(PermissionError):  # noqa: N818  # it says what was found
     """A folder or file is a link, or another user owns it or may write to it. `path` names it."""
 
     def __init__(self, path: Path, why: str) -> None:
-        super().__init__(errno.EACCES, f"{why}: megalith does not read or write it", str(path))
+        super().__init__(errno.EACCES, f"{why}: megalith does not read or write this path", str(path))
         self.path = path
 
 

@@ -54,7 +54,8 @@ def elsewhere(root: Path, why: NotPrivate) -> Path:
     """Make and report a folder with an unpredictable name, because `root` belongs to another user or run. Raises OSError."""
     own = root.with_name(f"{root.name}-{secrets.token_hex(4)}")
     private.make(own)
-    print(f"{why.filename}: {why.strerror}. Copies of the state are written to {own} instead", file=sys.stderr, flush=True)
+    text = f"{why.filename}: {why.strerror}. Copies of the state are written to {own} instead of {root}"
+    print(text, file=sys.stderr, flush=True)
     return own
 
 

@@ -145,8 +145,9 @@ def need(model: Any) -> None:
     checkpoint does not make Megalith import it."""
     if missing := [name for name in named_by(model).values() if name not in PARTS]:
         raise own.OwnPartError(
-            f"the checkpoint's model has the own parts {', '.join(missing)}, and code that a checkpoint names is not "
-            f"imported by itself. To import it, add {' '.join(f'--own {name}' for name in missing)}, or own={missing} in Python"
+            f"the checkpoint's model has the own parts {', '.join(missing)}, but Megalith does not import code only "
+            f"because a checkpoint names it. To import these parts, add {' '.join(f'--own {name}' for name in missing)}, or "
+            f"own={missing} in Python"
         )
 
 

@@ -75,7 +75,7 @@ class Aside:
         except OSError as error:
             raise StateFileError(error.errno, f"{failed} ({error.strerror}). {way_out}") from error
         if moved < like.nbytes:
-            raise StateFileError(errno.EIO, f"{failed} (the file ends after {moved:,} bytes of them). {way_out}")
+            raise StateFileError(errno.EIO, f"{failed} (the file ends after {moved:,} bytes of these weights). {way_out}")
         return octets.view(like.dtype).view(like.shape)
 
     def _opened(self) -> int:

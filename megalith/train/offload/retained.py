@@ -204,7 +204,7 @@ class DiskFile:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             words = f"plan.retain: {len(octets):,} bytes cannot be written in {self.folder} ({error.strerror})"
-            way_out = "Make room there, or set plan.retain.folder to a folder on another disk"
+            way_out = "Make room on the folder's disk, or set plan.retain.folder to a folder on another disk"
             raise StateFileError(error.errno, f"{words}. {way_out}") from error
         return words_of(octets)
 
@@ -221,8 +221,8 @@ class DiskFile:
                 error.errno, f"{failed} in {self.folder} cannot be read back ({error.strerror}). {way_out}"
             ) from error
         if moved < len(octets) or words_of(octets) != known:
-            failed += f" in {self.folder} differ from what was written: the disk altered them"
-            raise StateFileError(errno.EIO, f"{failed}. {way_out}")
+            words = f"plan.retain: {content.nbytes:,} bytes in {self.folder} differ from what was written: the disk altered them"
+            raise StateFileError(errno.EIO, f"{words}. {way_out}")
 
 
 AnyTier = HostMemory | PinnedMemory | DiskFile

@@ -19,7 +19,7 @@ from megalith.fleet.exit_codes import ExitCode
 
 PAGE = 4096
 """Alignment in bytes for I/O that bypasses the page cache: at least the sector size of common disks."""
-FREE = "Make room there, or set plan.state.folder to a folder on another disk"
+FREE = "Make room on the folder's disk, or set plan.state.folder to a folder on another disk"
 BACK = "The run resumes from its newest checkpoint. If this error recurs, set plan.state.folder to a folder on another disk"
 NO_NAMELESS = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT)
 """The error numbers of open() on file systems and kernels without O_TMPFILE."""
@@ -164,7 +164,8 @@ class SlotFile:
             raise self._failed(error, self._said(chunk)) from error
         if moved < len(octets):
             raise StateFileError(
-                errno.EIO, f"{self._said(chunk)} ends early, so the file was truncated. No program except this run may change it"
+                errno.EIO,
+                f"{self._said(chunk)} ends early, so the file was truncated. No program except this run may change the file",
             )
 
     def _failed(self, error: OSError, what: str) -> StateFileError:

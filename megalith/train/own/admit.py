@@ -49,8 +49,8 @@ def changes(now: Mapping[str, str], before: Mapping[str, str]) -> list[str]:
     changed = {key: (before[key], digest) for key, digest in now.items() if before.get(key, digest) != digest}
     return [
         f"the source of {', '.join(key for key, pair in changed.items() if pair == (old, new))} has changed since the run was last "
-        f"started: its sha256 was {old[:12]}..., and is now {new[:12]}... Steps may have been different with the old source. Put it "
-        "back unless the change is intended"
+        f"started: its sha256 was {old[:12]}..., and is now {new[:12]}... Earlier steps may have used the old source. Put the "
+        "old source back unless the change is intended"
         for old, new in dict.fromkeys(changed.values())
     ]
 
@@ -75,7 +75,8 @@ def compare_ranks(digests: Mapping[str, str], stream: Stream, *, index: int, gro
     for what, value in mine.items():
         if odd := [rank for rank, (other, _) in enumerate(everyone) if other.get(what) != everyone[0][0][what]]:
             raise own.OwnPartError(
-                f"{what} differs between rank 0 and ranks {odd}. Give all ranks the same source (on this rank {value[:12]}...)"
+                f"{what} differs between rank 0 and ranks {odd}. Give all ranks the same source code and data (sha256 of {what} on "
+                f"this rank: {value[:12]}...)"
             )
 
 

@@ -88,7 +88,7 @@ class Callbacks:
                 changed = [key for key, value in vars(one).items() if key not in before or before[key] != value]
                 raise own.OwnPartError(
                     f"{name} keeps {', '.join(changed)} from step to step but has no state() and load(), so a resumed run would not have "
-                    "these values. Add both methods, or keep no state"
+                    "these values. Add the methods state() and load(), or keep no values from step to step"
                 )
         self._tried = True
         return asked
@@ -129,7 +129,8 @@ def same_on_all(callbacks: Callbacks, *, group: dist.ProcessGroup) -> dict[str, 
         odd = [rank for rank, other in enumerate(everyone) if other[name] != everyone[0][name]]
         if odd:
             raise own.OwnPartError(
-                f"the state of {name} differs between rank 0 and ranks {odd}. Compute it only from values that are equal on all ranks"
+                f"the state of {name} differs between rank 0 and ranks {odd}. Compute this state only from values that are equal on all "
+                "ranks"
             )
     return mine
 

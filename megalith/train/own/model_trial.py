@@ -102,8 +102,8 @@ def _try_sight(
             if not _same(module(x, batch), _in_halves(module, x, batch.positions, stage, call)):
                 raise own.OwnPartError(
                     f"{declared.name} declares core = True, but a token's result changes if the tokens before it are cut off, even with a "
-                    "core in which each token sees only itself. So the part counts positions itself, or lets tokens see each other outside "
-                    "self.core. Take positions from batch.positions or batch.rotary, or declare core = False"
+                    "core in which each token sees only itself. Either the part counts positions itself, or it lets tokens see each other "
+                    "outside self.core. Take positions from batch.positions or batch.rotary, or declare core = False"
                 )
         finally:
             module.core = core
@@ -124,8 +124,8 @@ def _try_cuts(module: nn.Module, declared: OwnModule, x: Tensor, batch: Batch, c
     if not _same(out, total):
         raise own.OwnPartError(
             f"the declared cuts of {declared.name} do not add up to the whole: with two tensor ranks, the relative error is "
-            f"{_gap(out, total):.2g}. Correct `cut`; sizes must follow from x and the parameters, and anything added after a cut along the "
-            "inputs (a bias) must be added on one rank only"
+            f"{_gap(out, total):.2g}. Correct `cut`. The part must take all sizes from x and its parameters. After a cut along "
+            "the inputs, the part must add anything else, such as a bias, on one rank only"
         )
     (total * weight).sum().backward()
     for name, tensor in declared.tensors.items():

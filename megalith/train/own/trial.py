@@ -12,8 +12,8 @@ from megalith.train.optimizers.global_tensors import GlobalTensors
 from megalith.train.optimizers.rule import Part, Rule, rule_of
 
 ROWS, COLUMNS = 8, 4
-PIECES = "if it gets a share in flat pieces, as with state off the device or in few bits"
-WHOLE = "if it gets a whole share, as with state off the device or in few bits"
+PIECES = "if the optimizer is given its share of a tensor in flat pieces, as with state off the device or in few bits"
+WHOLE = "if the optimizer is given its whole share of a tensor, as with state off the device or in few bits"
 OPENED = "Read and change weights and slots only within megalith.train.optimizers.rule.opened"
 
 
@@ -34,14 +34,14 @@ def try_rule(kind: str, spec: OptimizerSpec, *, away: bool = False) -> None:
     at_once, anew = _updated(kind, spec, [slice(None)]), _updated(kind, spec, [slice(None)], anew=True)
     if not torch.equal(at_once, anew):
         raise own.OwnPartError(
-            f"{kind} gives a different second update if a new rule object makes it. Keep lasting state only in slots"
+            f"{kind} gives a different second update if a new rule object computes this update. Keep lasting state only in slots"
         )
     if row.unit == "element":
         halves = _updated(kind, spec, [slice(0, ROWS // 2), slice(ROWS // 2, ROWS)])
         if not torch.allclose(at_once, halves, rtol=1e-5, atol=1e-7):
             raise own.OwnPartError(
                 f'{kind} updates a cut parameter differently from a whole one, but its unit is "element". Say unit = "tensor" or "matrix", '
-                "and add up over all shares with GlobalTensors.add_up"
+                "and compute sums over all shares of a parameter with GlobalTensors.add_up"
             )
     if away:
         how = PIECES if row.unit == "element" else WHOLE

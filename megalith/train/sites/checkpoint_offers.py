@@ -24,7 +24,7 @@ def called(offered: Mapping[int, Sequence[CheckpointOffer]], spec: SitesSpec) ->
     if decides is not None and not offered.get(decides):
         raise ValueError(
             f"sites.decides = {decides}, but {spec.named(decides)} has no checkpoint of the run, and other sites have one of step "
-            f"{newest.step}. Restore the run folder of this site, or name a site that has a checkpoint"
+            f"{newest.step}. Restore the run folder of {spec.named(decides)}, or set sites.decides to a site that has a checkpoint"
         )
     trained = {site for site, cuts in offered.items() if cuts and site in newest.members}
     usable = {cut for cut in every if trained and trained <= set(holders[cut])} or {

@@ -143,7 +143,7 @@ class Findings:
         words = f"samples {first} to {end - 1}"
         if self.samples:
             each = ", ".join(f"{one.number} ({one.loss:.3g}, {one.place})" for one in self.samples[:NAMED])
-            words += f" with median loss {self.typical:.3g}; the largest losses: {each}"
+            words += f" have median loss {self.typical:.3g}; the samples with the largest losses: {each}"
         return words
 
     @property

@@ -17,8 +17,8 @@ def overflowed(trainer: Trainer, reason: str, after: Scale) -> tuple[str, Overfl
     found = {"world": trainer.groups.world, "forward": model_parameters(trainer.model), "freed": _freed(trainer)}
     tensor = next(iter(gradients.not_finite_elements(trainer.parameters, **found)), "")
     overflow = Overflow(tensor, trainer.state.scale.value, after.value)
-    first = f"first in {overflow.part}, in the gradient of {tensor}" if tensor else "only in their norm"
-    return f"{reason}, {first}; the scale of the next step is {after.value:,.0f}", overflow
+    first = f"the first overflow is in {overflow.part}, in the gradient of {tensor}" if tensor else "only their norm overflowed"
+    return f"{reason}; {first}; the loss scale of the next step is {after.value:,.0f}", overflow
 
 
 def where_not_finite(trainer: Trainer) -> str:

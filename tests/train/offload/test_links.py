@@ -172,7 +172,7 @@ def test_an_altered_byte_of_a_linked_file_is_named_and_an_older_checkpoint_is_us
         file.write(bytes([byte ^ 1]))
     warnings = list[str]()
     assert files.find(tmp_path / "saved", warn=warnings.append).name == files.name(10)
-    assert f"{newest.name}/{name} is altered: sum of words" in warnings[0]
+    assert f"{newest.name}/{name} is altered: sum of 64-bit words" in warnings[0]
 
 
 def test_an_older_version_would_name_the_format_of_a_linked_checkpoint(tmp_path: Path) -> None:

@@ -42,7 +42,10 @@ def test_a_disk_that_is_full_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     tier = DiskFile(tmp_path)
     monkeypatch.setattr(os, "pwritev", full)
     coming = tier.put([torch.ones(5)])[0].fetch()
-    said = rf"20 bytes cannot be written in {tmp_path} \(No space left on device\). Make room there, or .* plan.retain.folder"
+    said = (
+        rf"20 bytes cannot be written in {tmp_path} \(No space left on device\). "
+        "Make room on the folder's disk, or .* plan.retain.folder"
+    )
     with pytest.raises(StateFileError, match=said):
         coming.wait()
     tier.put([torch.ones(5)])

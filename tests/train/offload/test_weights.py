@@ -104,7 +104,7 @@ def test_what_cannot_be_read_back_is_named_with_its_folder(tmp_path: Path, monke
     take = put(torch.randn(7))
     os.truncate(put._opened(), 36)
     with pytest.raises(
-        StateFileError, match=rf"28 bytes of weights in {tmp_path} cannot be read back .* ends after 16 bytes of them"
+        StateFileError, match=rf"28 bytes of weights in {tmp_path} cannot be read back .* ends after 16 bytes of these weights"
     ):
         take()
 

@@ -44,7 +44,8 @@ def test_samples_and_parts_are_named() -> None:
     (cause, evidence), *_ = found.causes
     assert cause == "data"
     assert evidence == (
-        "all well, so the weights are sound; samples 320 to 327 with median loss 5.5; the largest losses: 323 (7.5, letters in 0.bin)"
+        "all well, so the weights are sound; samples 320 to 327 have median loss 5.5; the samples with the largest losses: "
+        "323 (7.5, letters in 0.bin)"
     )
     damaged = replace(FOUND, sound=False, batch_before="worse", compared=True)
     assert "shows first in the head" in damaged.causes[0][1]
