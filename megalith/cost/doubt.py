@@ -86,9 +86,9 @@ class Spread:
     between: float
     within: float
     reach: float
-    """Half-width of an interval, in deviations, for a stack without known rows."""
+    """Half-width of an interval, in deviations, for software and machines without a measured row."""
     reach_known: float
-    """Half-width of an interval, in deviations, for a stack with some known rows."""
+    """Half-width of an interval, in deviations, for software and machines with some measured rows."""
     groups: int
     """Number of stacks from which the spread was estimated."""
     rows: int

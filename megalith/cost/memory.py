@@ -19,7 +19,7 @@ from megalith.schedule.action import Row
 from megalith.schedule.action import parts as parts_of
 from megalith.schedule.table import SCHEDULES
 from megalith.spec.model import MoeSpec
-from megalith.spec.state import DISK_SLOTS, bytes_each
+from megalith.spec.state import DISK_SLOTS
 
 
 @dataclass(frozen=True)
@@ -108,10 +108,18 @@ class Shares:
         """A set of ranks that includes the rank with the peak memory: every rank outside the set has the same parts as a rank in the set,
         and no more microbatches of any kind of chunk in flight, or between the halves of their backward (between these halves, a
         microbatch holds more if blocks are recomputed)."""
+        return self._not_exceeded(self.waiting)
+
+    @cached_property
+    def most_in_flight(self) -> tuple[int, ...]:
+        """The same for `memory`, which does not count tensors between the halves of a backward: fewer ranks."""
+        return self._not_exceeded(tuple((0,) * len(each) for each in self.waiting))
+
+    def _not_exceeded(self, waiting: PerChunk) -> tuple[int, ...]:
         found: dict[RankParts, dict[int, Counter[tuple[Chunk, bool]]]] = {}
-        for rank, (here, flying, waiting) in enumerate(zip(self.held, self.flying, self.waiting, strict=True)):
+        for rank, (here, flying, halfway) in enumerate(zip(self.held, self.flying, waiting, strict=True)):
             most = Counter[tuple[Chunk, bool]]()
-            for chunk, times, halves in zip(here.chunks, flying, waiting, strict=True):
+            for chunk, times, halves in zip(here.chunks, flying, halfway, strict=True):
                 most[chunk, False] += times
                 most[chunk, True] += halves
             others = found.setdefault(replace(here, chunks=tuple(sorted(here.chunks))), {})
@@ -169,7 +177,7 @@ def _most(row: Row, stages: Sequence[int], changes: Mapping[str, int]) -> tuple[
 def memory(workload: Workload, parts: Parts, overheads: SoftwareOverheads) -> Memory:
     """The worst rank's memory."""
     shared = shares(workload, parts)
-    return max(_ranks(workload, parts, overheads, shared, shared.worst_ranks), key=lambda memory: memory.total)
+    return max(_ranks(workload, parts, overheads, shared, shared.most_in_flight), key=lambda memory: memory.total)
 
 
 def fits(workload: Workload, held: Memory, overheads: SoftwareOverheads, *, more: float = 0.0) -> bool:
@@ -181,9 +189,10 @@ def fits(workload: Workload, held: Memory, overheads: SoftwareOverheads, *, more
     return near and host.has_room(cluster, memory=held.host, disk=held.disk)
 
 
-def every_rank(workload: Workload, parts: Parts, overheads: SoftwareOverheads) -> list[Memory]:
-    """Each pipeline rank's memory."""
-    return _ranks(workload, parts, overheads, shares(workload, parts), range(workload.plan.pipeline))
+def by_rank(workload: Workload, parts: Parts, overheads: SoftwareOverheads, ranks: Iterable[int] | None = None) -> list[Memory]:
+    """Return the memory of these pipeline ranks; None: of all."""
+    ranks = range(workload.plan.pipeline) if ranks is None else ranks
+    return _ranks(workload, parts, overheads, shares(workload, parts), ranks)
 
 
 def _ranks(workload: Workload, parts: Parts, overheads: SoftwareOverheads, shared: Shares, ranks: Iterable[int]) -> list[Memory]:
@@ -434,8 +443,8 @@ def _state(workload: Workload, numbers: float, shards: int) -> tuple[float, floa
         weights += workload.width * (
             own if workload.halved else away
         )  # what is gathered, where whole master weights are not at hand
-    near = workload.state_bytes * (own - away) + bytes_each(workload.merged("device")) * own
-    merged = bytes_each(workload.merged("host")) * own
+    near = workload.state_bytes * (own - away) + workload.merged_bytes["device"] * own
+    merged = workload.merged_bytes["host"] * own
     if state.optimizer == "disk":
         return weights, gradients, near, merged, DISK_SLOTS * workload.state_bytes * away
     return weights, gradients, near, merged + host.held(workload, away), 0.0

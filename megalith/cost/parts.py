@@ -162,10 +162,30 @@ def _once(keys: list[Key]) -> Iterable[Key]:
     return {id(key): key for key in keys}.values()
 
 
-def _keys(workload: Workload) -> tuple[Key, Key, list[Key], Key | None, list[Key]]:
-    """Return the keys of embedding, head, each block in order, and the MTP module; and, if blocks keep their graph while a segment is
-    recomputed, the key of each block in this recomputation."""
+class _Keys(NamedTuple):
+    """The keys of a workload's parts. `inside`: the key of each block while its segment is recomputed, if blocks keep their graph then."""
+
+    embedding: Key
+    head: Key
+    blocks: list[Key]
+    ahead: Key | None
+    inside: list[Key]
+
+
+_keyed: dict[tuple[int, int, str, Layout, str | None], tuple[ModelSpec, Narrow | None, _Keys]] = {}
+"""By identity, as `_dealt`."""
+
+
+def _keys(workload: Workload) -> _Keys:
+    """Return the keys of a workload's parts."""
     folder = os.environ.get(kept.CACHE)
+    known = id(workload.model), id(workload.narrow), workload.plan.recompute, workload.layout, folder
+    if known not in _keyed:
+        _keyed[known] = workload.model, workload.narrow, _keys_of(workload, folder)
+    return _keyed[known][2]
+
+
+def _keys_of(workload: Workload, folder: str | None) -> _Keys:
     here, bare = workload.layout, _bare(workload.model)  # pyright: ignore[reportArgumentType]
     whole, plain, narrow = replace(here, recompute="full", actions=()), here, workload.narrow
     tile, wide = (narrow.tile, not is_narrow(narrow.precision)) if narrow is not None else (0, False)
@@ -181,7 +201,7 @@ def _keys(workload: Workload) -> tuple[Key, Key, list[Key], Key | None, list[Key
     kinds = _kinds(workload)
     made = list(map(key, kinds.distinct))
     ahead = None if kinds.ahead is None else key(kinds.ahead)
-    return embedding, head, [made[at] for at in kinds.blocks], ahead, [made[at] for at in kinds.inside]
+    return _Keys(embedding, head, [made[at] for at in kinds.blocks], ahead, [made[at] for at in kinds.inside])
 
 
 class _Kind(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any
 from megalith.cost.constants import Calibration, calibration
 from megalith.cost.gathered import gathered, kept, wide
 from megalith.cost.host import on_disk, streamed
-from megalith.cost.memory import Memory, compared_bytes, every_rank, non_torch, numbers, shares, updated, whole_bytes
+from megalith.cost.memory import Memory, by_rank, compared_bytes, non_torch, numbers, shares, updated, whole_bytes
 from megalith.cost.memory_timeline import DOES, MemoryPoint, OffloadedBytes, Part, moments
 from megalith.cost.narrow.ways import rounding_bytes
 from megalith.cost.parts import Numbers, Parts, parts
@@ -29,7 +29,7 @@ from megalith.spec import cluster as clusters
 from megalith.spec.plan import segments
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import outer_slots, within
-from megalith.spec.state import DISK_SLOTS, bytes_each
+from megalith.spec.state import DISK_SLOTS
 
 KINDS = {"gather": "all-gather", "scatter": "reduce-scatter", "sum": "all-reduce", "all_to_all": "all-to-all"}
 """Kind of exchange in a profile -> the collective under which a dry run counts it. A ring is counted as sends and receives."""
@@ -244,7 +244,7 @@ def _memory(workload: Workload, traced: Parts, here: _Here, place: int, figures:
     """Return memory by the categories of a dry run: persistent state as in `cost.memory`, where the optimizer's copy of the weights
     counts as weights; other memory at the peak of the program."""
     plan, software_profile = workload.plan, workload.software_profile
-    found = every_rank(workload, traced, figures.overheads[software_profile.overheads])[place]
+    (found,) = by_rank(workload, traced, figures.overheads[software_profile.overheads], [place])
     held = shares(workload, traced).held[place]
     lasting = found.weights - whole_bytes(workload, traced, held)
     own = updated(workload, numbers(workload, traced, held)) * workload.master_bytes
@@ -273,7 +273,7 @@ def _elsewhere(workload: Workload, traced: Parts, here: _Here, place: int) -> di
     """Bytes in the host's memory or on its disk: state, and the peak of offloaded activations."""
     state, found = workload.plan.state, _waiting(workload, traced, here)
     held = shares(workload, traced).held[place]
-    if merged := bytes_each(workload.merged("host")) * updated(workload, numbers(workload, traced, held)):
+    if merged := workload.merged_bytes["host"] * updated(workload, numbers(workload, traced, held)):
         found["host"] = found.get("host", 0.0) + merged
     if state.away:
         kept = updated(workload, numbers(workload, traced, held)) * workload.state_bytes + rest_bytes(workload, traced, held)
@@ -284,6 +284,8 @@ def _elsewhere(workload: Workload, traced: Parts, here: _Here, place: int) -> di
 
 def _waiting(workload: Workload, traced: Parts, here: _Here) -> dict[str, float]:
     """Peak bytes of offloaded activations, by the tier that holds them (`plan.retain`)."""
+    if not workload.plan.retain.places:
+        return {}
     points = [moment.elsewhere for moment in _moments(workload, traced, here)]
     most = {"host": max(one.size - one.disk for one in points), "disk": max(one.disk for one in points)}
     return {place: most[place] for place in workload.plan.retain.places}

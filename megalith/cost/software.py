@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from megalith.cost.workload import SoftwareProfile
+from megalith.schedule.table import kind
 from megalith.spec.plan import Plan
 
 PLAIN_2021 = SoftwareProfile(
@@ -82,3 +83,14 @@ def software_profile_of(name: str, plan: Plan) -> SoftwareProfile:
     is set; other profiles do not depend on the plan."""
     found = SOFTWARE[name].software_profile
     return COMPILED_TRAINER if name == OURS and plan.compile else found
+
+
+def assumed(plan: Plan, software: str = OURS) -> SoftwareProfile:
+    """Return the software profile of the software with this name under a plan."""
+    return hiding(plan, software_profile_of(software, plan))
+
+
+def hiding(plan: Plan, known: SoftwareProfile) -> SoftwareProfile:
+    """Return the software profile under a plan's schedule: with two microbatches in flight, the token dispatch of one overlaps the other's
+    computation."""
+    return replace(known, overlap_expert=True) if kind(plan.schedule).hides_exchange else known

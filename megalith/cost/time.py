@@ -1,6 +1,7 @@
 """Seconds of one part's forward and backward on one rank, from its profile. No torch."""
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -188,20 +189,23 @@ def core_flops(core: Core, *, causal_half: bool = True) -> float:
 def line(axis: str, workload: Workload) -> Line:
     """The ranks of an axis, in the numbering of `mesh.py`."""
     plan = workload.plan
-    strides = {
-        "tensor": (plan.tensor, 1),
-        "ulysses": (plan.ulysses, plan.tensor),
-        "context": (plan.context // plan.ulysses, plan.tensor * plan.ulysses),
-        "data": (plan.data, plan.tensor * plan.context),
-        "pipeline": (plan.pipeline, plan.tensor * plan.context * plan.data),
-        "expert": (plan.expert, plan.expert_tensor),
-        "expert_tensor": (plan.expert_tensor, 1),
-        "dp": (plan.data * plan.context, plan.tensor),
-        "expert_dp": (
-            max(1, plan.data * plan.context * plan.tensor // (plan.expert * plan.expert_tensor)), plan.expert * plan.expert_tensor,
-        ),
-    }  # fmt: skip
-    return Line(*strides[axis])
+    return _lines(plan.tensor, plan.ulysses, plan.context, plan.data, plan.pipeline, plan.expert, plan.expert_tensor)[axis]
+
+
+@lru_cache(1 << 14)
+def _lines(tensor: int, ulysses: int, context: int, data: int, pipeline: int, expert: int, expert_tensor: int) -> dict[str, Line]:
+    experts = expert * expert_tensor
+    return {
+        "tensor": Line(tensor, 1),
+        "ulysses": Line(ulysses, tensor),
+        "context": Line(context // ulysses, tensor * ulysses),
+        "data": Line(data, tensor * context),
+        "pipeline": Line(pipeline, tensor * context * data),
+        "expert": Line(expert, expert_tensor),
+        "expert_tensor": Line(expert_tensor, 1),
+        "dp": Line(data * context, tensor),
+        "expert_dp": Line(max(1, data * context * tensor // experts), experts),
+    }
 
 
 def exchange_seconds(exchange: Collective, setting: Setting, router: RouterSpec | None) -> float:

@@ -189,9 +189,11 @@ class Workload:
     outer: tuple[Slot, ...] = ()
     """Tensors that merges with other sites keep for each weight (`spec.sites.outer_slots`)."""
 
-    def merged(self, place: Place) -> tuple[Slot, ...]:
-        """Return the tensors of `outer` that are in a place."""
-        return tuple(slot for slot in self.outer if slot.place == place)
+    @cached_property
+    def merged_bytes(self) -> dict[Place, float]:
+        """Bytes for each weight of the tensors of `outer`, by place."""
+        places: tuple[Place, ...] = ("device", "host")
+        return {place: bytes_each(slot for slot in self.outer if slot.place == place) for place in places}
 
     @property
     def microbatches(self) -> int:

@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megalith.cost.software import hiding
 from megalith.cost.workload import Workload
 from megalith.planner.candidates import even_layers, offloaded, retained, searched, suited
-from megalith.planner.search import Candidate, Scorer, hiding
+from megalith.planner.search import Candidate, Scorer
 from megalith.schedule import schedule_problems
 from megalith.schedule.table import SCHEDULES, interleaving
 from megalith.spec.plan import Plan, RetainSpec

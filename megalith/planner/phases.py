@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megalith.cost.estimate import Estimate
+from megalith.cost.software import assumed
 from megalith.cost.workload import Workload
 from megalith.planner.linked import outer
 from megalith.planner.request import ResolvedRequest
-from megalith.planner.search import Candidate, Scorer, assumed
+from megalith.planner.search import Candidate, Scorer
 from megalith.planner.training import Training, training
 from megalith.spec.phases import Phase, Phases
 from megalith.spec.plan import Plan

@@ -5,7 +5,8 @@ from bisect import insort
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from heapq import heapify, heappop, heapreplace
+from heapq import heapify, heappop, heappush, heapreplace
+from itertools import count
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -15,9 +16,9 @@ from megalith.cost.estimate import Estimate, PartTimes, busy_seconds, estimate, 
 from megalith.cost.memory import Memory, fits, memory
 from megalith.cost.parts import Parts, parts, prepare
 from megalith.cost.prefill import prefill, prefill_memory
-from megalith.cost.software import OURS, software_profile_of
+from megalith.cost.software import OURS, assumed
 from megalith.cost.time import Setting
-from megalith.cost.workload import Narrow, SoftwareProfile, Workload
+from megalith.cost.workload import Narrow, Workload
 from megalith.planner.candidates import (
     NESTED,
     SEGMENTS,
@@ -125,17 +126,17 @@ def search(
     sorter, most = _Sorter(scorer, space), 4 * top
     for workload in rings:
         sorter.add(workload)
-    here = _simulated(sorter.waiting, sorter.fitting, scorer, most=most)
+    here = _simulated(sorter.waiting, sorter.fitting, scorer, space, most=most)
     sorter.fitting, sorter.waiting = here, []
     for bound, workload in sorted(((scorer.busy(one), one) for one in exchanges), key=itemgetter(0)):
         if len(sorter.fitting) >= most and bound >= _step(sorter.fitting[most - 1]):
             break
         sorter.add(workload)
-    here = _simulated(sorter.waiting, sorter.fitting, scorer, most=most)
+    here = _simulated(sorter.waiting, sorter.fitting, scorer, space, most=most)
     parts = bool(workloads) and workloads[0].software_profile.ours and "selective" in dict(space.policies)
     if parts:
         here = _finer(here, workloads[0], scorer, top)
-    ranked = _simulated(sorter.offloaded, here, scorer, most=most)
+    ranked = _simulated(sorter.offloaded, here, scorer, space, most=most)
     if parts and len(ranked) > len(here):
         ranked = _finer(ranked, workloads[0], scorer, top)
     best, refused = _first_valid(ranked, top, valid, differ)
@@ -150,12 +151,13 @@ def search(
 
 class BoundedCandidate(NamedTuple):
     """A plan that is only estimated if it could be among the best. `bound`: lower bound of its step's seconds; `close`: True
-    if the bound is tight."""
+    if the bound is tight; `lighter`: True if the variants that need less memory than this plan are meant, and not the plan itself."""
 
     bound: float
     workload: Workload
     held: Memory
     close: bool = False
+    lighter: bool = False
 
 
 class _Sorter:
@@ -203,13 +205,13 @@ class _Sorter:
         """Keep a workload that fits. If the workload leaves little memory free, also keep variants that need less memory, because the
         exact memory may be higher."""
         scorer = self.scorer
+        bounded = BoundedCandidate(scorer.busy(workload), workload, held)
         if kind(workload.plan.schedule).fills_and_drains:
             insort(self.fitting, _choice(workload, held, scorer), key=_step)
         else:
-            self.waiting.append(BoundedCandidate(scorer.busy(workload), workload, held))
-        if not scorer.fits(workload, held, more=CLOSE * held.total):
-            more = [one for one in _again(workload, held, scorer, self.space.again) if one[0] is not workload]
-            self.waiting += [BoundedCandidate(scorer.busy(one), one, needed) for one, needed in more]
+            self.waiting.append(bounded)
+        if self.space.again and workload.plan.recompute == "full" and not scorer.fits(workload, held, more=CLOSE * held.total):
+            self.waiting.append(bounded._replace(lighter=True))  # these recompute more, so they take at least as long
 
 
 def _choice(workload: Workload, held: Memory, scorer: "Scorer") -> Candidate:
@@ -296,28 +298,25 @@ def _retained(workload: Workload, held: Memory, scorer: "Scorer", shares: Sequen
     return [one for one in sized if one[0].plan.retain.share == 1 and one[1].total < held.total]
 
 
-def assumed(plan: Plan, software: str = OURS) -> SoftwareProfile:
-    """Return the software profile of the software with this name under a plan."""
-    return hiding(plan, software_profile_of(software, plan))
-
-
-def hiding(plan: Plan, known: SoftwareProfile) -> SoftwareProfile:
-    """Return the software profile under a plan's schedule: with two microbatches in flight, the token dispatch of one overlaps the other's
-    computation."""
-    return replace(known, overlap_expert=True) if kind(plan.schedule).hides_exchange else known
-
-
-def _simulated(waiting: list[BoundedCandidate], known: Sequence[Candidate], scorer: "Scorer", *, most: int) -> list[Candidate]:
+def _simulated(
+    waiting: list[BoundedCandidate], known: Sequence[Candidate], scorer: "Scorer", space: Space, *, most: int
+) -> list[Candidate]:
     """Simulate the candidates in `waiting`, and return them and the candidates in `known`, the fastest first. A plan that would not be
     among the first `most` even without idle time is left out."""
-    ranked = sorted(known, key=_step)
-    queue = [(one.bound, number, one) for number, one in enumerate(waiting)]
+    ranked, numbers = sorted(known, key=_step), count()
+    queue = [(one.bound, next(numbers), one) for one in waiting]
     heapify(queue)
     while queue:
         bound, number, one = queue[0]
         if len(ranked) >= most and bound >= _step(ranked[most - 1]):
             break
-        if one.close:
+        if one.lighter:
+            heappop(queue)
+            for other, held in _again(one.workload, one.held, scorer, space.again):
+                if other is not one.workload:
+                    found = BoundedCandidate(scorer.busy(other), other, held)
+                    heappush(queue, (found.bound, next(numbers), found))
+        elif one.close:
             heappop(queue)
             insort(ranked, _choice(one.workload, one.held, scorer), key=_step)
         else:

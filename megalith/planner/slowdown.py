@@ -9,11 +9,12 @@ from typing import Any
 from megalith.cost.constants import calibration
 from megalith.cost.estimate import Time
 from megalith.cost.predicted import workload_of
+from megalith.cost.software import hiding
 from megalith.planner.explain import neighbours
 from megalith.planner.gains import NOTABLE, TERMS, Try, tries
 from megalith.planner.measured import spec_of, steps_of
 from megalith.planner.problems import plan_problems
-from megalith.planner.search import Scorer, hiding
+from megalith.planner.search import Scorer
 from megalith.spec.run import RunSpec
 
 

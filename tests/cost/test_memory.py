@@ -11,7 +11,7 @@ from megalith import schedule as schedules
 from megalith.cost import host
 from megalith.cost.constants import calibration
 from megalith.cost.estimate import estimate
-from megalith.cost.memory import GROUP, every_rank, fits, memory, non_torch, numbers, shares
+from megalith.cost.memory import GROUP, by_rank, fits, memory, non_torch, numbers, shares
 from megalith.cost.parts import parts
 from megalith.cost.workload import SoftwareProfile, Workload
 from megalith.mesh import Mesh
@@ -74,7 +74,7 @@ def test_a_rank_s_share_of_the_state_is_the_one_that_the_trainer_keeps(model, si
         kept = sum(local(weight.master).numel() for weight in builder.by_name.values())
         whole = sum(weight.compute.numel() for weight in builder.by_name.values())
     load = workload(model, plan)
-    (found,) = every_rank(load, parts(load), OVERHEADS)
+    (found,) = by_rank(load, parts(load), OVERHEADS)
     assert found.optimizer / load.state_bytes == kept
     if plan.zero < 3:
         assert found.weights / load.width == whole
@@ -96,14 +96,14 @@ def test_moments_in_few_bits_take_what_the_trainer_keeps(kind: str, sizes: dict[
     for name, shape in shapes.items():
         kept += sum((1 if slot.block else 4) * prod(slot.shape_of(shape)) for slot in treated[name].slots)
     load = workload(model, plan, optimizer=kind, moments=moments)
-    (found,) = every_rank(load, parts(load), OVERHEADS)
+    (found,) = by_rank(load, parts(load), OVERHEADS)
     assert found.optimizer == pytest.approx(kept, rel=1e-2)
 
 
 def test_the_first_rank_of_a_pipeline_keeps_the_most_microbatches():
     load = workload(dense(), Plan(pipeline=4, zero=0), global_batch=32)
     traced = parts(load)
-    held = [rank.activations for rank in every_rank(load, traced, OVERHEADS)]
+    held = [rank.activations for rank in by_rank(load, traced, OVERHEADS)]
     assert held == [traced.blocks[0].saved * (4 - rank) for rank in range(4)]
 
 
@@ -115,7 +115,7 @@ def test_a_rank_of_uneven_chunks_keeps_what_its_schedule_says():
     saved = [sum(traced.blocks[i].saved for i in range(*bounds)) for bounds in blocks]
     schedule = schedules.build("interleaved", ranks=2, microbatches=16, chunks=2)
     exact = schedules.activations(schedule, saved)
-    for rank, found in enumerate(every_rank(load, traced, OVERHEADS)):
+    for rank, found in enumerate(by_rank(load, traced, OVERHEADS)):
         assert 0.85 * exact[rank] <= found.activations <= exact[rank]
 
 
@@ -136,7 +136,7 @@ def test_gradients_added_up_over_a_run_of_microbatches_are_those_of_one_chunk():
     load = workload(dense(4), ALONE, global_batch=24)
     traced = parts(load)
     late = replace(load, software_profile=replace(load.software_profile, reduces="run"))
-    first, second = (every_rank(one, traced, OVERHEADS)[1].gradients for one in (load, late))
+    first, second = (by_rank(one, traced, OVERHEADS)[1].gradients for one in (load, late))
     assert second - first == load.gradient_bytes * traced.blocks[0].weights
 
 
@@ -158,6 +158,8 @@ SPLIT = [
     Plan(pipeline=4, chunks=2, schedule="dualpipev"),
     Plan(pipeline=4, chunks=2, schedule="zb-v", recompute="every:2"),
     Plan(pipeline=4, layers=(5, 1, 4, 4)),
+    Plan(pipeline=8, schedule="zb-h1", recompute="full"),
+    Plan(pipeline=8, layers=(2, 2, 2, 2, 2, 2, 1, 1), schedule="zb-h1"),
 ]
 
 
@@ -166,7 +168,10 @@ def test_the_fullest_rank_is_the_fullest_of_all(plan: Plan):
     """The worst rank is found although not every rank is compared."""
     load = workload(DENSE_FIRST, plan, global_batch=64)
     traced = parts(load)
-    assert memory(load, traced, OVERHEADS).total == max(rank.total for rank in every_rank(load, traced, OVERHEADS))
+    most = max(by_rank(load, traced, OVERHEADS), key=lambda rank: rank.total)
+    assert memory(load, traced, OVERHEADS) == most
+    shared = shares(load, traced)
+    assert set(shared.most_in_flight) <= set(shared.worst_ranks)
 
 
 @pytest.mark.parametrize("plan", SPLIT, ids=lambda plan: f"{plan.schedule} {plan.pipeline}")
@@ -278,7 +283,7 @@ def test_recorded_parts_keep_the_gradients_of_their_input_and_output(graphs, blo
         workload(model, plan, global_batch=8, software_profile=SoftwareProfile(graphs=kind)) for kind in ("none", graphs)
     )
     traced = parts(plain)
-    before, after = (every_rank(load, traced, OVERHEADS) for load in (plain, recorded))
+    before, after = (by_rank(load, traced, OVERHEADS) for load in (plain, recorded))
     output = 256 * model.dim * 2
     for rank, (one, other) in enumerate(zip(before, after, strict=True)):
         assert other.activations - one.activations == blocks // 2 * 2 * output * (2 - rank)
@@ -291,7 +296,7 @@ def test_gradients_of_a_microbatch_stay_beside_their_sums():
         traced = parts(load)
         both = replace(load, software_profile=replace(load.software_profile, microbatch_gradient_bytes=2))
         for one, other, here in zip(
-            *(every_rank(each, traced, OVERHEADS) for each in (load, both)), shares(load, traced).held, strict=True
+            *(by_rank(each, traced, OVERHEADS) for each in (load, both)), shares(load, traced).held, strict=True
         ):
             assert other.gradients - one.gradients == 2 * sum(numbers(load, traced, here))
             assert other.total - one.total == other.gradients - one.gradients
@@ -304,7 +309,7 @@ def test_outputs_of_stages_stay_for_each_microbatch_in_flight(tensor: int):
     traced = parts(load)
     kept = replace(load, software_profile=replace(load.software_profile, keeps_outputs=True))
     output = 256 * load.model.dim * 2 / tensor
-    one, other = (every_rank(each, traced, OVERHEADS) for each in (load, kept))
+    one, other = (by_rank(each, traced, OVERHEADS) for each in (load, kept))
     more = [after.activations - before.activations for before, after in zip(one, other, strict=True)]
     assert more == [0, 3 * output, 2 * output, output]
 

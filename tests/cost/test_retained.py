@@ -8,7 +8,7 @@ import pytest
 
 from megalith.cost.constants import calibration
 from megalith.cost.estimate import estimate
-from megalith.cost.memory import Memory, every_rank
+from megalith.cost.memory import Memory, by_rank
 from megalith.cost.memory_timeline import moments
 from megalith.cost.parts import parts
 from megalith.cost.predicted import _here, held, predict, workload_of
@@ -74,7 +74,7 @@ def _load(retain: RetainSpec, **plan: Any) -> Workload:
 
 
 def _first(load: Workload) -> Memory:
-    return every_rank(load, parts(load), calibration().overheads[load.software_profile.overheads])[0]
+    return by_rank(load, parts(load), calibration().overheads[load.software_profile.overheads])[0]
 
 
 def test_a_rank_keeps_two_blocks_and_its_host_the_rest() -> None:

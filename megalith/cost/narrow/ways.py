@@ -208,6 +208,17 @@ def rounding_bytes(workload: Workload, traced: "Parts") -> float:
 
 @lru_cache(1 << 12)
 def _largest(traced: "Parts", narrow: Narrow, codes: bool) -> float:
-    bare = Ways(BF16.name, narrow, {}, False, codes, False)
     alike = {(id(profile), layers): (profile, layers) for profile, layers in zip(traced.blocks, traced.narrow, strict=True)}
-    return max((bare.within(*block).held(block[0]) for block in alike.values()), default=0.0)
+    return max((_held(*block, narrow, codes) for block in alike.values()), default=0.0)
+
+
+_known: dict[tuple[int, tuple[str, ...], int, bool], tuple[Profile, Narrow, float]] = {}
+"""`_held` by identity, of profiles and settings kept with it: hashing whole ones takes long, and many plans share a profile."""
+
+
+def _held(profile: Profile, layers: tuple[str, ...], narrow: Narrow, codes: bool) -> float:
+    known = id(profile), layers, id(narrow), codes
+    if known not in _known:
+        bare = Ways(BF16.name, narrow, {}, False, codes, False)
+        _known[known] = profile, narrow, bare.within(profile, layers).held(profile)
+    return _known[known][2]

@@ -8,7 +8,7 @@ from megalith.cost.calibrate import choose
 from megalith.cost.constants import Calibration
 from megalith.cost.doubt import Residual
 from megalith.cost.estimate import Estimate
-from megalith.cost.memory import every_rank
+from megalith.cost.memory import by_rank
 from megalith.cost.parts import parts
 from megalith.cost.workload import Workload
 from megalith.planner.published.express import ExpressedRow, express, measured_seconds
@@ -58,7 +58,7 @@ def _memory(row: Row, workload: Workload, found: Estimate, figures: Calibration)
     kind, overheads = row.text("peak_mem_kind").lower(), figures.overheads[workload.software_profile.overheads]
     if "last rank" not in kind and "rank-0" not in kind:
         return found.memory.allocated
-    ranks = every_rank(workload, parts(workload), overheads)
+    ranks = by_rank(workload, parts(workload), overheads)
     return ranks[-1 if "last rank" in kind else 0].allocated
 
 
