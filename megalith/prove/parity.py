@@ -5,7 +5,7 @@ The reference is `prove.one_process`.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -254,17 +254,23 @@ def _all_routed(
 
 
 def _together(tensors: Mapping[str, Tensor | OffDeviceShare], trainer: Trainer) -> dict[str, Tensor]:
-    """Return unsharded tensors of the whole model on the first rank. Elements whose values differ between ranks become NaN."""
+    """Return unsharded tensors of the whole model on the first rank. Shares whose values differ between ranks become NaN."""
     mine = [(name, share.held.shape, share.held.offset, as_tensor(share).cpu()) for name, share in shares(tensors).items()]
     everyone: list[Any] | None = [None] * trainer.groups.world.size() if trainer.groups.rank == 0 else None
     dist.gather_object(mine, everyone, group=trainer.groups.world, group_dst=0)
+    return joined(share for part in everyone or () for share in part)
+
+
+def joined(shares: Iterable[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]) -> dict[str, Tensor]:
+    """Return whole tensors by name. Each share has a tensor's name, the whole tensor's shape, and the offset of its values. A share whose
+    values are not the same in all its copies becomes NaN, and so do values without a share."""
     whole: dict[str, Tensor] = {}
-    boxes: dict[tuple[str, tuple[int, ...]], Tensor] = {}
-    for name, shape, offset, data in (box for part in everyone or () for box in part):
-        known = boxes.setdefault((name, offset), data)
-        target = whole.setdefault(name, torch.full(shape, torch.nan))
+    known: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+    for name, shape, offset, data in shares:
+        same = torch.equal(known.get((name, offset), data), data)  # NaN equals nothing, so a share that differed once stays NaN
+        known[name, offset] = data if same else torch.full_like(data, torch.nan)
         where = tuple(slice(start, start + size) for start, size in zip(offset, data.shape, strict=True))
-        target[where] = data if torch.equal(known, data) else torch.nan
+        whole.setdefault(name, torch.full(shape, torch.nan))[where] = known[name, offset]
     return whole
 
 

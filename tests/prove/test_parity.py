@@ -7,7 +7,7 @@ import torch
 
 from megalith.prove.axes import AXES, valid_run
 from megalith.prove.compare import compare
-from megalith.prove.parity import reference, shrink
+from megalith.prove.parity import joined, reference, shrink
 from megalith.prove.prove import CPU
 from megalith.schedule.file import dump
 from megalith.schedule.one_f_one_b import one_f_one_b
@@ -40,3 +40,13 @@ def test_a_schedule_from_a_file_keeps_its_microbatches(tmp_path: Path) -> None:
     small = shrink(tiny_run(plan=plan, train={"global_batch": 6}), steps=1)
     assert build(small.plan.schedule, ranks=2, microbatches=small.microbatches, chunks=1).microbatches == 6
     assert shrink(tiny_run(plan=plan | {"schedule": "1f1b"}, train={"global_batch": 6}), steps=1).microbatches == 4
+
+
+def test_a_share_that_one_of_three_replicas_has_otherwise_is_unknown() -> None:
+    """Also if the replicas before and after that one agree."""
+    agreed, other = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5])
+    for replicas in ([agreed, other, agreed], [other, agreed, agreed], [agreed, agreed, other], [agreed, other, other]):
+        whole = joined([*(("weight", (4,), (0,), one) for one in replicas), ("weight", (4,), (2,), torch.tensor([3.0, 4.0]))])
+        assert whole["weight"].isnan().tolist() == [True, True, False, False]
+    whole = joined([("weight", (3,), (0,), agreed)] * 3)["weight"]
+    assert whole[:2].tolist() == [1.0, 2.0] and whole[2].isnan()
