@@ -52,9 +52,11 @@ def maxima_can_be_shared(case: Case) -> Found:
     if plan.overlap_tensor > 1 and (whole or choices.granularity == "tensor"):
         reason = f"does not work with {asked}: each piece of a message would have a scale of its own"
         yield error("plan.overlap_tensor", plan.overlap_tensor, reason, f"Use overlap_tensor = 1, or {_other(precision)}.")
-    if plan.expert_tensor > 1 and (cut := _narrow_experts(case)):
+    if plan.expert_tensor > 1 and (experts := _narrow_experts(case)):
         share = "tensor" if whole else choices.granularity
-        reason = f"cuts {cut}, whose weights have a scale for each {share}, but ranks that split an expert cannot share a scale"
+        reason = (
+            f"cuts {experts}, whose weights have a scale for each {share}, but ranks that split an expert cannot share a scale"
+        )
         other = _other(precision) if whole else 'precision.granularity = "tile"'
         yield error("plan.expert_tensor", plan.expert_tensor, reason, f"Use expert_tensor = 1, {other}, or {_NO_EXPERTS}.")
 

@@ -55,7 +55,8 @@ def command(
     submit: Annotated[
         bool,
         typer.Option(
-            "--submit", help="Submit the launch file to the engine. Without --out, the file is written to the run folder."
+            "--submit",
+            help="Submit the launch file to the engine. With --submit and without --out, the file is in the run folder.",
         ),
     ] = False,
     overwrite: Overwrite = False,

@@ -322,7 +322,7 @@ def _show_simulated(found: "SimulationResult") -> None:
         )
         print(
             f"{merges:,.1f} merges; sites left {left:,.1f} times; all sites restarted {anew:,.1f} times, because no site "
-            "remained at a merge"
+            "or no quorum was at a merge"
         )
     print(f"latencies: {plan.latencies.source}")
     missing = sum(share for what, _, share in rows if what == "waiting for nodes")

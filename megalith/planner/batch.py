@@ -130,11 +130,14 @@ class Advice:
         """The advice in a sentence."""
         own = next(row.batch for row in self.rows if row.factor == 1)
         if self.begins is None and self.critical <= own:
-            return f"No batch above the run's own {own} sequences has a clear verdict: use more --replicas or --steps."
+            return (
+                f"Whether the loss is as good with batches above the run's own {own} sequences is not certain: "
+                "use more --replicas or --steps."
+            )
         if self.begins is None:
             return (
                 f"With {self.critical} sequences a step, the loss after the same number of tokens is as good as with the run's "
-                "batch. No larger batch has a clear verdict."
+                "batch. Whether the loss is as good with a larger batch is not certain."
             )
         return (
             f"With {self.critical} sequences a step, the loss after the same number of tokens is as good as with the run's batch; with "

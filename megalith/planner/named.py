@@ -330,11 +330,11 @@ def _held(found: PredictedRun) -> str:
 
 
 def _ours(found: PredictedRun) -> str:
-    own = ours(found)
-    if own is None:
+    mine = ours(found)
+    if mine is None:
         return "–"
-    over = "" if own.fits else ", **does not fit**"
-    return f"{own.time.step / found.estimate.time.step:.2f} times as long, {own.memory.total / GIB:.0f} GiB{over}"
+    over = "" if mine.fits else ", **does not fit**"
+    return f"{mine.time.step / found.estimate.time.step:.2f} times as long, {mine.memory.total / GIB:.0f} GiB{over}"
 
 
 def _digits(value: float) -> str:

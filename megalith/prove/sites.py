@@ -132,7 +132,7 @@ def _replayed(
 ) -> tuple[list[Gap], list[Gap]]:
     """Train each site on one process, and repeat the trainer's merges in numpy. Return the distances between the weights of sites and of
     their single processes before each merge, in learning rates, and the number of elements of each tensor that have other bits after the
-    merge. `alone`: for each precision, a process for each site."""
+    merge. `alone`: for each precision, a list with the single process of each site."""
     assert spec.sites is not None
     phases, rates, moved, other_bits = Phases.of(spec), learning_rates(spec), list[Gap](), list[Gap]()
     model, rounds = alone[spec.train.precision][0], len(alone) > 1

@@ -94,7 +94,7 @@ class Tally:
         return self._leaving[0] if self._leaving else None
 
     def decided(self, observation: Observation, orders: Iterable[Order], fault: Fault | None) -> None:
-        """Count the commands in a decision about `fault`."""
+        """Count the restarts in a decision, by reason, and record how the decision deals with `fault` (None: there was no fault)."""
         for order in orders:
             match order:
                 case Grow():

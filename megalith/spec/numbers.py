@@ -308,7 +308,7 @@ class PrecisionSpec(Spec):
     scale: Literal["up", "ocp", "fp32"] = Field(
         default="up",
         description="8-bit scales. `up`: the smallest power of two at which no number saturates. `ocp`: OCP's power of two, which is "
-        "rounded down. `fp32`: any fp32 number, in fp8 only",
+        'rounded down. `fp32`: any fp32 number (needs train.precision = "fp8")',
     )
     history: NonNegativeInt = Field(
         default=0,

@@ -408,7 +408,7 @@ class Loop:
             failed = next((one for one in outcomes if isinstance(one, SaveFailure) and one.step == self.step), None)
             self._saves.report([one for one in outcomes if began is None or one is not failed])
             if failed is None and began is not None:
-                self._warn(f"the last checkpoint was saved {time.monotonic() - began:.0f} s after the first failure")
+                self._warn(f"the last checkpoint was saved {time.monotonic() - began:.0f} s after saving it had first failed")
             if failed is None or failed.peer_lost:
                 return
             if not more:

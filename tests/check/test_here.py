@@ -153,4 +153,4 @@ def test_figures_of_another_processor_are_named_before_a_run_trusts_them(tmp_pat
     assert "--calibrate FILE.toml --ranks 2 here" in told.way_out
     (told,) = check_here(spec("plan.data=1", f'cluster="{file}"'), LAPTOP, processor="Made Up 9000")
     assert (told.severity, told.key) == ("advice", "cluster")
-    assert "was measured while 2 ranks computed, but the run starts 1 here" in told.reason
+    assert "was measured while 2 ranks computed, but the run starts 1 rank here" in told.reason

@@ -80,9 +80,12 @@ def test_the_batch_from_which_on_losses_are_worse_is_found():
 def test_noise_decides_nothing_and_what_is_not_worse_has_no_end():
     noisy = judge(_losses({1.0: 0.0, 2.0: 0.05, 4.0: 0.05}, 0.3), batch=8, seq_len=16, tolerance=0.005)
     assert {row.verdict for row in noisy.rows if row.factor > 1} == {"not decided"} and noisy.begins is None
-    assert noisy.words.startswith("No batch above the run's own 8 sequences has a clear verdict")
+    assert noisy.words.startswith("Whether the loss is as good with batches above the run's own 8 sequences is not certain")
     good = judge(_losses({1.0: 0.0, 2.0: 0.0}, 0.001), batch=8, seq_len=16, tolerance=0.005)
-    assert (good.critical, good.begins) == (16, None) and "No larger batch has a clear verdict" in good.words
+    assert (good.critical, good.begins) == (
+        16,
+        None,
+    ) and "Whether the loss is as good with a larger batch is not certain" in good.words
 
 
 def test_one_replica_has_no_error_and_says_so():

@@ -53,8 +53,10 @@ def test_lines_of_others_a_lost_log_and_an_output_without_room_end_no_run(
     assert_same_bits(final_state(unhurt), final_state(folder))
     left = list(read(folder))
     notes = [event.message for event in of_kind(left, Problem)]
-    assert notes[0].startswith(f"{FILE} was removed or emptied during the run")
-    assert all("log.tensorboard" in note for note in notes[1:]), "the process that feeds TensorBoard may fail before or after"
+    lost = [
+        note for note in notes if "log.tensorboard" not in note
+    ]  # the process that feeds TensorBoard may fail before or after
+    assert len(lost) == 1 and lost[0].startswith(f"{FILE} was removed or emptied during the run"), notes
     steps = [event.step for event in of_kind(left, Step)]
     assert steps == list(range(steps[0], STEPS + 1)) and steps[0] > 10
     assert [event.resumed_step for event in of_kind(left, RunStarted)] == [steps[0] - 1]

@@ -238,7 +238,7 @@ def test_a_disk_keeps_three_copies_and_none_of_later_steps_than_was_restored(tmp
     assert steps() == [4, 8]
     (path,) = node_folder(tmp_path / "disk", "n0").glob("own-0.8")
     assert copies.corrupt_piece(path.parent, key=KEY, rank=0, step=8)
-    with pytest.raises(CopyError, match="step 8 in disk, slot 0: its digest"):
+    with pytest.raises(CopyError, match="step 8 in disk, slot 0: the digest of the loaded state"):
         memory.restore(Source(8, Tier.DISK))
     path.unlink()
     with pytest.raises(CopyError, match="step 8 in disk, slot 0"):

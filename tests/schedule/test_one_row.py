@@ -53,7 +53,7 @@ def test_check_knows_it_and_its_traits(toy: str):
 
 @pytest.mark.parametrize(("traits", "key", "said"), [
     ({"needs_post_validation": True}, "plan.schedule", "up to 1 microbatches in flight"),
-    ({"needs_post_validation": True, "instead": "1f1b"}, "plan.schedule", 'or "1f1b"'),
+    ({"needs_post_validation": True, "instead": "1f1b"}, "plan.schedule", 'or schedule = "1f1b"'),
     ({"chunks": Chunks(1, 4, None)}, "plan.chunks", "Use chunks = 4 or more."),
     ({"bidirectional": True, "instead": "zb-v"}, "plan.schedule", "Use schedule = 'zb-v' and chunks = 2"),
     ({"splits_backward": False, "idle": lambda *sizes: 96.0}, "plan.pipeline", "idle for 33.3% of a step"),

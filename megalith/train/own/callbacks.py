@@ -40,8 +40,8 @@ class Callback(Protocol):
 
     All ranks of a site pass the same numbers to the callback, so its state is the same on all of them; ranks compare the states at each
     checkpoint. A callback that keeps state from step to step must also have `state` and `load`; if it lacks them and its attributes change
-    in the first step, the run ends. A callback has no access to weights or gradients, and `megalith parity` does not call it. If a callback
-    raises an exception, the run ends.
+    in the first step, the run ends. A callback has no access to weights or gradients, and `megalith parity` does not call it. An exception
+    in a callback is an error of the rank: the ranks restart, and the third same exception at one step ends the run.
     """
 
     def after_step(self, done: Done) -> bool | None:

@@ -42,7 +42,7 @@ def test_a_site_whose_command_fails_ends_the_others_that_are_no_quorum(
     _ending(monkeypatch, {1: line})
     spec = tiny_run(sites={"count": 2})
     with pytest.raises(
-        siblings.SiteEndedError, match=r"site 1 ended with status .*site-1/train.log. The other sites form no"
+        siblings.SiteEndedError, match=r"site 1 ended with status .*site-1/train.log. The remaining sites form no"
     ) as ended:
         _train(spec, tmp_path)
     assert ended.value.exit_code == status
