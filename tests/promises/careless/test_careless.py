@@ -2,7 +2,7 @@
 ends so once it is removed.
 
 make test-full                                       an hour of it, with seeds that are printed
-MEGALITH_SEED=7 pytest tests/promises/careless       two runs of another seed
+MEGALITH_SEED=7 pytest tests/promises/careless       three runs of another seed
 MEGALITH_ACTS='agents | data:3:99 | key:1:5' ...     one run, with these acts
 """
 
@@ -23,7 +23,7 @@ from tests.runs import prepare_text
 SECONDS = 3000.0 if FULL else 0.0
 """Seconds after which no further run is begun."""
 
-RUNS, ACTS = ((False, True, False), 10) if FULL else ((False, True), 4)
+RUNS, ACTS = (False, True, False), 10
 """The runs of a seed, True for a run with agents; and the acts in each."""
 
 SHRINKING = 900.0
