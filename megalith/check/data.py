@@ -3,7 +3,6 @@
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from megalith.check.case import Case, Found, advice, error, next_multiple
 from megalith.data.errors import DataError
@@ -103,7 +102,7 @@ def weighted_domains_have_text(case: Case) -> Found:
     """Each domain of the mixture has training text: a sample needs a token and the token after it."""
     weights = case.spec.data.weights
     for name, domain in _read_domains(case).items():
-        if domain.train.tokens < 2 and _tokens(case, "train"):  # else no domain has any text, which another rule reports
+        if domain.train.tokens < 2 and _training_tokens(case):  # else no domain has any text, which another rule reports
             reason = f"the data has {domain.train.tokens} training tokens of this domain"
             share = None if weights is None else weights[name]
             yield error(
@@ -115,11 +114,20 @@ def weighted_domains_have_text(case: Case) -> Found:
 
 
 def validation_has_text(case: Case) -> Found:
-    """Validation needs held-out tokens."""
-    every, held = case.spec.validation.every, _tokens(case, "validation")
-    if every and held is not None and held < case.spec.train.seq_len:
-        reason = f"the run's domains hold out {held} tokens, fewer than one sequence of {case.spec.train.seq_len} needs"
-        yield error("validation.every", every, reason, "Prepare the data with a larger held-out share, or use every = 0.")
+    """Validation needs a held-out token and the token after it. It reads all domains, also those without a share of the training text."""
+    every, manifest, length = case.spec.validation.every, case.manifest, case.spec.train.seq_len
+    if not every or manifest is None:
+        return
+    held = [domain.validation.tokens for domain in manifest.domains.values()]
+    reason, way_out = (
+        f"the domains hold out {sum(held)} tokens",
+        "Prepare the data with a larger held-out share, or use every = 0.",
+    )
+    if max(held, default=0) < 2:
+        yield error("validation.every", every, f"{reason}, but validation needs at least two in one domain", way_out)
+    elif sum(held) < length:
+        reason += f", fewer than one sequence of {length} tokens, so the validation loss is measured on few tokens"
+        yield advice("validation.every", every, reason, way_out)
 
 
 def data_is_not_worn_out(case: Case) -> Found:
@@ -140,9 +148,9 @@ def data_is_not_worn_out(case: Case) -> Found:
         yield advice("train.steps", train.steps, reason, way_out)
 
 
-def _tokens(case: Case, split: Literal["train", "validation"]) -> int | None:
-    """Tokens of the domains that the run reads; None without a manifest."""
-    return None if case.manifest is None else sum(getattr(domain, split).tokens for domain in _read_domains(case).values())
+def _training_tokens(case: Case) -> int:
+    """Training tokens of the domains that the run reads."""
+    return sum(domain.train.tokens for domain in _read_domains(case).values())
 
 
 def _read_domains(case: Case, phase: Phase | None = None) -> dict[str, Domain]:

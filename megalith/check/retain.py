@@ -52,7 +52,7 @@ def activations_are_formed_again(case: Case) -> Found:
         if plan.compile
         else f"plan.overlap_tensor = {plan.overlap_tensor}: inputs that are sent in pieces are kept"
         if plan.overlap_tensor > 1
-        else 'precision.kept = "fp8": the activation is kept in 8 bits'
+        else 'precision.kept = "fp8": the result of the activation is kept in 8 bits'
         if case.spec.precision.kept != "wide"
         else ""
     )

@@ -116,7 +116,7 @@ def alerts_can_be_sent(case: Case) -> Found:
                 "alerts.post",
                 alerts.post,
                 str(error_),
-                "Write https://..., or env:NAME if the environment variable NAME has the address.",
+                "Write the address for alerts as https://..., or as env:NAME if the environment variable NAME has it.",
             )
     elif alerts.post is not None and case.files:
         try:

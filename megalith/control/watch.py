@@ -224,7 +224,7 @@ class Watch:
             return [self._nodes.unstarted()]
         inspections = self._nodes.inspect(processes)
         starting = self._ready_at is None
-        silence = self._watched - (self._first_beat_at or 0.0 if starting else self._beat_at)
+        silence = self._watched - self._beat_at
 
         def progress(rank: int) -> tuple[int, int]:
             return self._beats[rank].step, self._beats[rank].count if starting else 0
@@ -272,7 +272,7 @@ class Watch:
         missed = (
             f"was not ready within {limit:g} s"
             if self._ready_at is None
-            else f"hangs: no rank has sent a heartbeat for the last {limit:g} s"
+            else f"hangs: neither this rank nor another has sent a heartbeat for the last {limit:g} s"
         )
         beat = self._beats[rank]
         where = f"the rank's last phase is `{beat.phase}`" if beat.phase else "the rank has sent no heartbeat"

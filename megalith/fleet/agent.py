@@ -171,8 +171,8 @@ class Agent:
     def _unstarted(self) -> Failure:
         if self._ordered is None:
             return self._nodes.unstarted()
-        reason = "could not write the rendezvous file, which tells ranks where to connect"
-        return Failure(None, reason, "", "", self._nodes.log(0), time.time(), ExitCode.LOST)
+        reason = "could not write the files that ranks need to start, because their storage is full or unavailable"
+        return Failure(None, reason, "", "", self._nodes.log(0), time.time(), ExitCode.LOST, process="the agent")
 
     def _answer(self, key: str, value: Any) -> None:
         self._store.set(key, json.dumps(value))

@@ -61,9 +61,9 @@ class Exit:
 
 @dataclass(frozen=True)
 class Failure:
-    """A process that failed. `rank` None: the fork server. `error`: the Python error in one line; empty if there was none.
-    `traceback`: the Python traceback, or the last lines of the log. `code`: exit status that the run should have after this
-    failure. `status`: exit status or negative signal number of the process. `hardware`: a device reported a fault of its own.
+    """A process that failed: a rank, or, if `rank` is None, the process that `process` names. `error`: the Python error in one line; empty
+    if there was none. `traceback`: the Python traceback, or the last lines of the log. `code`: exit status that the run should have after
+    this failure. `status`: exit status or negative signal number of the process. `hardware`: a device reported a fault of its own.
     """
 
     rank: int | None
@@ -76,11 +76,12 @@ class Failure:
     secondary: bool = False
     status: int = 0
     hardware: bool = False
+    process: str = "the fork server"
 
     @property
     def name(self) -> str:
         """Name of the failed process, for use in a sentence."""
-        return "the fork server" if self.rank is None else f"rank {self.rank}"
+        return self.process if self.rank is None else f"rank {self.rank}"
 
 
 @dataclass(frozen=True)

@@ -264,7 +264,7 @@ class RemoteNodes:
                 with self._dropping("unstarted"):
                     return FAILURE.validate_python(answer)
         reason = f"did not start the ranks within {self._job.start_timeout:g} s, and no agent reported the reason"
-        return Failure(None, reason, "", "", self._job.run_dir / "ranks", time.time(), ExitCode.LOST)
+        return Failure(None, reason, "", "", self._job.run_dir / "ranks", time.time(), ExitCode.LOST, process="the agents")
 
     def _ask(self, asked: Sequence[tuple[Member, dict[str, Any]]], seconds: float) -> list[Any]:
         """Send a question to each of these agents, and return the answers in the same order; None if an agent is lost or does not

@@ -137,7 +137,7 @@ class Advice:
         if self.begins is None:
             return (
                 f"With {self.critical} sequences a step, the loss after the same number of tokens is as good as with the run's "
-                "batch. Whether the loss is as good with a larger batch is not certain."
+                f"batch. Whether it is as good with more than {self.critical} sequences is not certain."
             )
         return (
             f"With {self.critical} sequences a step, the loss after the same number of tokens is as good as with the run's batch; with "

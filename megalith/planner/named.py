@@ -330,11 +330,11 @@ def _held(found: PredictedRun) -> str:
 
 
 def _ours(found: PredictedRun) -> str:
-    mine = ours(found)
-    if mine is None:
+    megalith = ours(found)
+    if megalith is None:
         return "–"
-    over = "" if mine.fits else ", **does not fit**"
-    return f"{mine.time.step / found.estimate.time.step:.2f} times as long, {mine.memory.total / GIB:.0f} GiB{over}"
+    over = "" if megalith.fits else ", **does not fit**"
+    return f"{megalith.time.step / found.estimate.time.step:.2f} times as long, {megalith.memory.total / GIB:.0f} GiB{over}"
 
 
 def _digits(value: float) -> str:

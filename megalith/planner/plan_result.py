@@ -37,7 +37,7 @@ PREFILL = "FLOPs of forward, without attention scores that the causal mask hides
 CONVENTION = "model FLOPs, with attention counted in full and recomputation not counted, over the bf16 peak"
 """Megalith's definition of MFU, which is PaLM's (Chowdhery et al. 2022, appendix B)."""
 
-OFF = "errors of predictions: docs/planner.md"
+ERRORS_PAGE = "errors of predictions: docs/planner.md"
 
 
 @dataclass(frozen=True)
@@ -336,7 +336,7 @@ def workload_of(request: ResolvedRequest, plan: Plan) -> Workload:
 
 def assumption(software: str, *, compiled: bool = False) -> str:
     """Return the assumed software, and the page about the errors of predictions, as text."""
-    return f"as if {SOFTWARE[software].title} ran the model{', compiled' if compiled else ''}; {OFF}"
+    return f"as if {SOFTWARE[software].title} ran the model{', compiled' if compiled else ''}; {ERRORS_PAGE}"
 
 
 def headroom() -> float:

@@ -202,14 +202,14 @@ class Site:
     def _slow_down(self, fault: Fault, node: str, slot: int) -> None:
         """Slow a node down. The node stays in the run until its slowness has cost as much as a replacement; then it is reported."""
         latency, plan = self.plan.latencies, self.plan
-        self.slow[node] = self.now
+        began = self.slow[node] = self.now
         replacing = latency.restart + latency.replace
         factor = plan.reliability.slow_factor
         seen = plan.fleet.straggler_steps * plan.step_seconds * factor
         until = max(seen, replacing * factor / (factor - 1)) if factor > 1 else seen
         self.tally.settle(fault, Effect.SLOWED)
         self._at(until, lambda: self._report_slow(fault, node, slot, replacing))
-        self._at(fault.hours * HOUR, lambda: self.slow.pop(node, None))
+        self._at(fault.hours * HOUR, lambda: self.slow.get(node) == began and self.slow.pop(node))  # not a later fault's
 
     def _report_slow(self, fault: Fault, node: str, slot: int, replacing: float) -> None:
         if node not in self.slow or self.state.slot(node) != slot:

@@ -129,4 +129,4 @@ def _differences(evidence: Evidence, lost: int, doubled: int) -> list[str]:
 
 def _late(seconds: float, minutes: float | None) -> list[str]:
     late = minutes is not None and seconds > 60 * minutes
-    return [f"both runs took {seconds / 60:.2f} min, above the allowed {minutes:g} min"] if late else []
+    return [f"both runs together took {seconds / 60:.2f} min, above the allowed {minutes:g} min"] if late else []

@@ -138,7 +138,7 @@ def _empty(square: Square, x: float, y: float, wide: float, tall: float) -> str:
     body = f'<rect class="soft" x="{x:g}" y="{y:g}" width="{wide:g}" height="{tall:g}" rx="8"/>'
     return (
         body
-        + text(x + 12, y + 30, "does not fit" if "GiB" in square.why else "no layout", style="none")
+        + text(x + 12, y + 30, "does not fit" if "GiB" in square.why else "no valid plan", style="none")
         + text(x + 12, y + 45, square.why, style="none")
     )
 

@@ -57,7 +57,7 @@ def _saved(run: History, made: Sequence[Merge]) -> str:
     if run.start is None or not sent:
         return ""
     instead = 4 * run.start.parameters * made[-1].step * (made[-1].sites - 1)
-    return f", {instead / sent:,.3g} times less than fp32 gradients after each step ({units.memory(instead)})"
+    return f", {instead / sent:,.3g} times less than if it sent fp32 gradients after each step ({units.memory(instead)})"
 
 
 def _by_site(merge: Merge) -> list[tuple[int, float]]:

@@ -47,9 +47,9 @@ def _facts(run: History, found: Summary) -> list[tuple[str, RenderableType]]:
         facts.append(("steps", f"{found.step:,}" + (f" of {found.steps:,}" if found.steps else "")))
         facts.append(("training loss", f"{found.loss:.4f} (mean of the last {found.loss_steps})"))
     if (merges := found.merges) is not None:
-        waited = f"waited {units.duration(merges.waited)} ({units.percent(merges.used)} of the time was not spent waiting)"
-        sent = units.memory(merges.bytes_sent)
-        facts.append(("merges", f"{merges.count:,} over {merges.sites} sites: {sent} sent, {waited}"))
+        sent, waited = units.memory(merges.bytes_sent), units.duration(merges.waited)
+        first = f"the first site sent {sent} and waited {waited} ({units.percent(merges.used)} of the time was not spent waiting)"
+        facts.append(("merges", f"{merges.count:,} over {merges.sites} sites: {first}"))
     if run.phases:
         facts.append(("phase", run.phases[-1].words.partition(" ")[2]))
     if found.validation_loss is not None:

@@ -123,12 +123,12 @@ def _terms(recent: Recent, at: slice) -> dict[str, float]:
     return {name: sum(float(np.nanmedian(recent[part][at])) for part in parts) for name, parts in TERMS.items()}
 
 
-def _grown(now: Mapping[str, float], before: Mapping[str, float], how: str) -> str:
+def _grown(now: Mapping[str, float], before: Mapping[str, float], is_usual_or_predicted: str) -> str:
     term = max(now, key=lambda name: now[name] - before.get(name, 0.0))
     if now[term] - before.get(term, 0.0) < MINIMUM * sum(now.values()):
         return "no part of a step has grown"
-    earlier = units.duration(before[term]) if before.get(term) else "none"
-    return f"{term} takes {units.duration(now[term])} of a step, but {earlier} {how}"
+    seconds = units.duration(before[term]) if before.get(term) else "none"
+    return f"{term} takes {units.duration(now[term])} of a step, but {seconds} {is_usual_or_predicted}"
 
 
 def _of_experts(found: "RunHealth", source: Source, recent: Recent) -> Iterator[HealthMessage]:

@@ -94,6 +94,17 @@ def test_the_run_must_fit_the_data(data: Path, settings: list[str], key: str, sa
     assert said in str(problems[key])
 
 
+@pytest.mark.parametrize(("held", "severity"), [(1, "error"), (2, "advice"), (2047, "advice"), (2048, None)])
+def test_validation_needs_a_held_out_token_and_the_next(
+    held: int, severity: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Fewer tokens than a sequence are validated as one short sample."""
+    monkeypatch.chdir(tmp_path)
+    hollow_data(Path("data"), "note", validation=held)
+    said = [problem for problem in check(spec("train.seq_len=2048", "validation.every=5")) if problem.key == "validation.every"]
+    assert [problem.severity for problem in said] == ([severity] if severity else [])
+
+
 def test_only_the_weighted_domains_tokens_count(data: Path):
     """200 steps of 64 x 1024 tokens are 3.3 passes over both domains, but 6.6 over one."""
     assert "train.steps" not in {p.key for p in check(spec("train.seq_len=1024", "train.steps=200"))}

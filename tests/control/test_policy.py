@@ -68,8 +68,8 @@ def test_ranks_that_are_late_are_not_called_silent() -> None:
     """A rank that works on while its start takes too long gives signs of life."""
     late, silent = (observations.Hang(slot=1, node="n1", rank=2, phase="restoring", silence=s, limit=120.0) for s in (4.0, 121.0))
     said = decide(START, late, fleet=FleetSpec()).reason
-    assert said.startswith("rank 2 on n1: was not ready within 120 s after its start, in phase `restoring`")
-    assert "no heartbeat for 121 s (limit 120 s)" in decide(START, silent, fleet=FleetSpec()).reason
+    assert said.startswith("rank 2 on n1: was not ready within 120 s, in phase `restoring`")
+    assert "no rank sent a heartbeat for 121 s (limit 120 s)" in decide(START, silent, fleet=FleetSpec()).reason
 
 
 def test_the_same_failure_falls_back_then_stops() -> None:

@@ -11,7 +11,7 @@ import pytest
 from megalith.control import watch
 from megalith.control.outcome import Outcome
 from megalith.control.pace import Limits
-from megalith.control.watch import MAX_LIMITS, Watch
+from megalith.control.watch import MAX_LIMITS, Hang, Watch
 from megalith.fleet.causes import Failure
 from megalith.fleet.heartbeat import Beat
 from megalith.fleet.job import Job
@@ -19,8 +19,10 @@ from megalith.fleet.job import Job
 LIMIT = 10.0
 
 
-def _seconds_until_a_hang(monkeypatch: pytest.MonkeyPatch, queued: Callable[[float], float], beats: list[Beat]) -> float:
-    """Return the seconds until two silent ranks are called hung. `queued`: seconds they waited for a processor until then."""
+def _until_a_hang(
+    monkeypatch: pytest.MonkeyPatch, queued: Callable[[float], float], beats: Callable[[float], list[Beat]]
+) -> tuple[float, Hang]:
+    """Return the seconds until two ranks are called hung, and the hang. `queued`: seconds they waited for a processor until then."""
     clock, running = SimpleNamespace(now=0.0), {0, 1}
 
     def wait(seconds: float) -> list[Any]:
@@ -32,15 +34,15 @@ def _seconds_until_a_hang(monkeypatch: pytest.MonkeyPatch, queued: Callable[[flo
         running.clear()
 
     nodes = SimpleNamespace(
-        wait=wait, send=send, beats=lambda: beats, running=lambda: frozenset(running), queued=lambda: {"": queued(clock.now), "idle": 0.0},
-        inspect=lambda ranks: {}, log=lambda rank: Path("log"),
+        wait=wait, send=send, beats=lambda: beats(clock.now), running=lambda: frozenset(running),
+        queued=lambda: {"": queued(clock.now), "idle": 0.0}, inspect=lambda ranks: {}, log=lambda rank: Path("log"),
     )  # fmt: skip
     monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: clock.now, time=lambda: clock.now))
     job = Job("nobody:calls", {}, ranks=2, run_dir=Path("run"), start_timeout=1000.0)
     one = Watch(job, cast(Any, nodes), [], limits=Limits(LIMIT, LIMIT))
     one.until_all_ended(lambda: None)
     assert one.hang is not None
-    return clock.now
+    return clock.now, one.hang
 
 
 READY = [Beat(1, 0.0, 3, True, "step")] * 2
@@ -51,12 +53,21 @@ def test_ranks_that_wait_for_a_processor_do_not_hang_until_they_wait_for_somethi
     beats: list[Beat], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def hang(queued: Callable[[float], float]) -> Any:
-        return pytest.approx(_seconds_until_a_hang(monkeypatch, queued, beats), abs=0.3)
+        return pytest.approx(_until_a_hang(monkeypatch, queued, lambda now: beats)[0], abs=0.3)
 
     assert hang(lambda now: 0.0) == LIMIT
     assert hang(lambda now: 100.0) == LIMIT, "what they waited before does not count"
     assert hang(lambda now: min(now, 2 * LIMIT)) == 2.5 * LIMIT, "half a limit after the machine had time for them"
     assert hang(lambda now: 8 * now) == MAX_LIMITS * LIMIT, "not for ever"
+
+
+def test_a_slow_start_with_heartbeats_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def beats(now: float) -> list[Beat]:
+        return [READY[0], Beat(1 + int(now), float(int(now)), -1, False, "building")]
+
+    seconds, hang = _until_a_hang(monkeypatch, lambda now: 0.0, beats)
+    assert seconds == pytest.approx(LIMIT, abs=0.3)
+    assert (hang.limit, hang.phase) == (LIMIT, "building") and hang.silence < 1.5
 
 
 def _seconds_until_the_rest_is_ended(

@@ -191,7 +191,8 @@ def test_an_agent_without_room_to_start_ranks_waits_for_some_and_takes_orders_me
     assert run.nodes.queued().keys() == {"a", "b"}
     assert run.threads[1].is_alive()
     monkeypatch.setattr(remote, "LOOK_SECONDS", SECONDS)
-    assert run.agents["b"]._unstarted().reason == "could not write the rendezvous file, which tells ranks where to connect"
+    failure = run.agents["b"]._unstarted()
+    assert f"{failure.name} {failure.reason}".startswith("the agent could not write the files that ranks need to start, because")
     full.unlink()
     run.until(lambda _: all(beat.ready for beat in run.nodes.beats()))
     assert run.nodes.running() == {0, 1, 2, 3}
@@ -328,7 +329,8 @@ def test_an_answer_that_means_nothing_is_none(tmp_path: Path, text: str, monkeyp
     assert all(look.stack == "" for look in nodes.inspect([0, 1]).values())
     assert nodes.queued() in ({}, {"a": 123.0})
     assert nodes.survey(("a",)) == ()
-    assert "no agent reported the reason" in nodes.unstarted().reason
+    failure = nodes.unstarted()
+    assert failure.name == "the agents" and "no agent reported the reason" in failure.reason
 
 
 class Answered(Dictionary):

@@ -85,7 +85,7 @@ def test_noise_decides_nothing_and_what_is_not_worse_has_no_end():
     assert (good.critical, good.begins) == (
         16,
         None,
-    ) and "Whether the loss is as good with a larger batch is not certain" in good.words
+    ) and "Whether it is as good with more than 16 sequences is not certain" in good.words
 
 
 def test_one_replica_has_no_error_and_says_so():

@@ -42,7 +42,7 @@ def test_every_said_row_measured_time_or_memory():
 @pytest.mark.parametrize(
     ("columns", "said"),
     [
-        ({"model_spec": '{"layers": 4, "hybrid": {"mamba": 3}}'}, "stated as an object"),
+        ({"model_spec": '{"layers": 4, "hybrid": {"mamba": 3}}'}, "as a JSON object"),
         ({"model_spec": '{"layers": 4'}, "cannot be read"),
         ({"model_spec": '{"layers": 4, "hidden": 8}'}, "vocabulary"),
         ({"model_spec": "[1, 2]"}, "cannot be read"),

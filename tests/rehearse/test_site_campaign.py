@@ -142,7 +142,7 @@ def test_a_campaign_passes_with_the_bits_of_its_replay_and_every_sample_once(tmp
         ({"by_hand": 1}, {}, "commands of sites ended 1 times in a way that no fault explains"),
         ({"fates": (FATES[0], replace(FATES[1], again=None))}, {}, r"fault 1 \(torn at site 0\): not all sites trained again"),
         ({"fates": (FATES[0], SiteFate(FATES[1].fault))}, {}, "was never injected"),
-        ({"seconds": 100.0}, {}, "both runs took 2.17 min, above the allowed 2 min"),
+        ({"seconds": 100.0}, {}, "both runs together took 2.17 min, above the allowed 2 min"),
     ],
 )
 def test_what_a_campaign_across_sites_does_not_pass_with(

@@ -214,7 +214,7 @@ def test_the_merges_of_sites(tmp_path):
     assert "Sites" in parsed(page).headings
     assert "4 merges of 2 sites in 2 rounds. The first site sent 4 MiB" in page
     saved = 4 * start().parameters * 40 / (4 << 20)
-    assert f"{saved:,.3g} times less than fp32 gradients after each step" in page
+    assert f"{saved:,.3g} times less than if it sent fp32 gradients after each step" in page
     assert "waited 1 s for other sites, 500 ms a round" in page
     named = write(log(tmp_path, *(replace(one, names=["oslo", "bergen", "turku"]) for one in made))).read_text()
     assert "turku" in named and "bergen" not in named

@@ -58,7 +58,7 @@ def test_merges_are_added_up(tmp_path: Path) -> None:
     assert found.merges is not None and (found.merges.count, found.merges.sites) == (2, 2)
     assert found.merges.bytes_sent == 2 << 20 and found.merges.waited == 0.5
     assert found.merges.used == 1 - 0.5 / (1.0 + found.seconds_in_steps + found.repeated_seconds)
-    assert "2 over 2 sites: 2 MiB sent, waited 500 ms" in " ".join(call("report", str(tmp_path)).stdout.split())
+    assert "2 over 2 sites: the first site sent 2 MiB and waited 500 ms" in " ".join(call("report", str(tmp_path)).stdout.split())
 
 
 @pytest.mark.parametrize("method", ["merge", "data-parallel"])

@@ -51,7 +51,9 @@ def command(
     if as_json:
         print_json({"ok": found.ok} | asdict(found))
     elif found.ok:
-        print(f"all {found.tensors} tensors of the merged weights have the same bits: {found.run_dir}")
+        print(
+            f"all {found.tensors} tensors of the merged weights have the same bits in the run and in its replay: {found.run_dir}"
+        )
     elif found.different:
         print(f"{len(found.different)} of {found.tensors} tensors differ; the first is {found.different[0]}", file=sys.stderr)
     return 0 if found.ok else found.code or 1

@@ -69,9 +69,10 @@ def hang(state: State, observation: observations.Hang, fleet: FleetSpec) -> Deci
     """Respond to a hang. Phases and collectives show for which rank the other ranks wait; if they show no such rank, no node is
     blamed."""
     if observation.silence < observation.limit:  # the rank sends heartbeats, but its start took too long
-        reason = f"was not ready within {observation.limit:.3g} s after its start, in phase `{observation.phase}`"
+        reason = f"was not ready within {observation.limit:.3g} s, in phase `{observation.phase}`"
     else:
-        reason = f"no heartbeat for {observation.silence:.3g} s (limit {observation.limit:.3g} s) in phase `{observation.phase}`"
+        silence = f"{observation.silence:.3g} s (limit {observation.limit:.3g} s)"
+        reason = f"no rank sent a heartbeat for {silence} in phase `{observation.phase}`"
     if observation.node is None:
         return after_failure(state, [], observation, fleet, key=f"hang in {observation.phase}", reason=reason)
     reason = f"rank {observation.rank} on {observation.node}: {reason}"

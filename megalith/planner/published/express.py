@@ -179,7 +179,9 @@ def _model(row: Row) -> ModelSpec:
 
 def _hybrid(row: Row, sizes: dict[str, Any]) -> ModelSpec:
     if not isinstance(sizes["hybrid"], str):
-        raise CannotSayError(f"the layers of {row.text('model')} are stated as an object, for which Megalith has no preset")
+        raise CannotSayError(
+            f"the source states the layers of {row.text('model')} as a JSON object, for which Megalith has no preset"
+        )
     if sizes["hybrid"] not in HYBRIDS:
         raise CannotSayError(f"{row.text('model')} has experts on a latent, which Megalith does not support")
     if "mtp" in sizes:

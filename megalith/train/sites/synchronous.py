@@ -119,8 +119,8 @@ class AllSitesCouncil(Council):
         missing = set(verdict.merged) - self._there(verdict.fragment, verdict.sent).keys()
         if lost := {site for site in missing if not self._roll.takes_part(site)}:
             raise PeerGone(
-                f"{are(lost, self.spec)} away from {self.spec.named(self.site)}, and data parallelism needs all sites: stopped at step "
-                f"{verdict.step}"
+                f"{are(lost, self.spec)} away from {self.spec.named(self.site)}, and data parallelism needs all sites: this site stopped "
+                f"at step {verdict.step}"
             )
         return super().gather(verdict, seconds)
 

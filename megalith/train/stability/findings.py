@@ -135,8 +135,10 @@ class Findings:
         if self.moved is None:
             return "no part's output is much larger with the damaged weights than with the good ones, so the damage shows first in the head"
         one = self.moved
-        larger = f"is much larger with the damaged weights ({one.now:.3g}) than with the good ones ({one.was:.3g})"
-        return f"{one.part} is the first part whose output {larger}"
+        return (
+            f"{one.part} is the first part whose output is much larger with the damaged weights ({one.now:.3g}) than with the good ones "
+            f"({one.was:.3g})"
+        )
 
     def _samples(self) -> str:
         first, end = self.read
