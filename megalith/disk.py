@@ -112,8 +112,8 @@ def make_folder(folder: Path, *, asked: Path | None = None) -> None:
 
 
 def check_mounted(path: Path) -> None:
-    """Raise OSError if a path lies at or under an unmounted mount point. Once the file system is mounted, it would hide files
-    written to the path, and the run would not find its earlier checkpoints."""
+    """Raise OSError if a path lies at or under an unmounted mount point. Without the file system, the run would not find the
+    checkpoints in it; mounted later, the file system would hide the files that the run wrote to the path."""
     if (mount := bare_mount(path)) is not None:
         why = f"no file system is mounted here, although /etc/fstab lists one, and {path} would be inside it"
         advice = f"{why}: mount this file system, or choose another folder"
@@ -142,7 +142,7 @@ def remove_empty_folder(path: Path) -> None:
 
 
 def appending(path: Path) -> io.FileIO:
-    """Open a file for appending. If `path` is an empty folder, it is replaced."""
+    """Open a file for appending. An empty folder at `path` is replaced by the file."""
     remove_empty_folder(path)
     return path.open("ab", buffering=0)
 
@@ -165,7 +165,7 @@ class Journal:
     in memory, where only the newest `most` lines are kept. No method raises an OSError.
 
     `renewed` returns the first lines for a new file after the old one was deleted, replaced or truncated. The argument of
-    `renewed` is True if this journal made the new file. `existed`: the file's folder existed before.
+    `renewed` is True if this journal made the new file, or found it empty. `existed`: the file's folder existed before.
     """
 
     def __init__(

@@ -75,8 +75,9 @@ def tiles_across_ranks(
     other_way: str = 'precision.wide = ["*.{}"]',
 ) -> Found:
     """Yield an error for each kind of cut that leaves a rank a number of channels that is not a multiple of `tile` (0: no tiles).
-    `layer_of` returns, for a block and its number, a layer whose tiles the cut may cross. `channels`: description of the channels,
-    with {} for the layer's name; `other_way`: the last of the remedies that the error suggests, also with {} for the layer's name."""
+    `layer_of` returns, for a block's number, the block and a cut, the name of a layer whose tiles this cut may cross, or None.
+    `channels`: description of the channels, with {} for the layer's name; `other_way`: the last of the remedies that the error suggests,
+    also with {} for the layer's name."""
     seen = set[Cut]()
     for number, block in enumerate(case.model.blocks if case.model and tile else ()):
         for cut in cuts_of(block, case):

@@ -60,7 +60,8 @@ def check_here(
     provenance: Mapping[str, str] | None = None,
     processor: str = "",
 ) -> list[Problem]:
-    """Return a problem, of at most the given severity, for each resource that `machine` lacks for the ranks that would start on it.
+    """Return a problem for each resource that `machine` lacks for the ranks that would start on it; with `severity` = "advice", all of them
+    are advice.
     `processor`: name of the machine's processor, which is compared with the processor of measured figures."""
     here = Here(Case(spec, None, files=False), machine, count, processor)
     found: list[Problem] = []

@@ -143,7 +143,8 @@ def released_gradients_can_be_taken_back(case: Case) -> Found:
 
 
 def released_gradients_are_updated_by_parts(case: Case) -> Found:
-    """No setting needs all gradients after the backward: an update inside the backward has the gradients of only one part, on one rank."""
+    """With `plan.state.release`, no setting needs all gradients at once: an update inside the backward has only those of one part, on one
+    rank."""
     spec, key = case.spec, "plan.state.release"
     if not case.plan.state.release:
         return

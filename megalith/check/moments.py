@@ -114,7 +114,7 @@ def gradients_in_bf16_are_of_bf16(case: Case) -> Found:
 
 
 def something_is_small(case: Case) -> Found:
-    """A setting of moments that changes nothing is a mistake."""
+    """Each setting of moments has an effect."""
     spec = case.spec.optimizer
     if spec.moments == "fp32":
         for key in ("moment_block", "moment_least"):

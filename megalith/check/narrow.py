@@ -65,7 +65,7 @@ _NO_EXPERTS = 'precision.wide = ["*.experts"]'
 
 
 def _other(precision: str) -> str:
-    """Return, as text, settings whose scales do not span ranks."""
+    """Return the settings to use instead, whose scales do not span ranks, as text."""
     return (
         'train.precision = "mxfp4" with precision.rounding = "nearest"'
         if precision == "nvfp4"
@@ -138,7 +138,7 @@ def histories_follow_tensors(case: Case) -> Found:
 
 
 def blocks_become_wide(case: Case) -> Found:
-    """A comparison of gradients can switch a block to wide products, on all ranks of the run at once."""
+    """`precision.auto` needs comparisons of gradients, and makes the same blocks wide on all ranks, so it does not work with sites."""
     choices = case.spec.precision
     if not choices.auto or not is_narrow(case.spec.train.precision):
         return
@@ -280,7 +280,7 @@ def _held(layer: str, rows: int, block: BlockSpec, case: Case) -> int:
 
 
 def rotations_fit(case: Case) -> Found:
-    """A Hadamard transform applies to the tokens of a tile, whose number must be a power of two."""
+    """A Hadamard transform applies to tiles of tokens, and the number of tokens in a tile is a power of two."""
     precision, choices = case.spec.train.precision, case.spec.precision
     if not is_narrow(precision) or not settled(choices, precision).hadamard or choices.weight_gradient == "wide":
         return
@@ -294,7 +294,7 @@ def rotations_fit(case: Case) -> Found:
 
 
 def something_is_narrow(case: Case) -> Found:
-    """A setting of `[precision]` that changes nothing is a mistake."""
+    """Each setting of `[precision]` has an effect."""
     choices, precision = case.spec.precision, case.spec.train.precision
     if packs(choices, precision):
         return

@@ -48,8 +48,8 @@ def admit(spec: RunSpec, provenance: Mapping[str, str]) -> tuple[list[Problem], 
 
 
 def load_admitted(path: Path, overrides: Sequence[str], problems: list[Problem]) -> ResolvedRun | None:
-    """Load a command's run file, and import the user's own parts that the file names. If there are problems, add them to the list and
-    return None."""
+    """Load a command's run file, and import the user's own parts that the file names. If there are problems, append them to `problems`
+    and return None."""
     try:
         found = files.load(path, overrides=overrides)
     except SpecErrors as errors:

@@ -137,7 +137,7 @@ def tied_weights_stay_together(case: Case) -> Found:
 
 
 def _bubble(row: Kind, ranks: int, microbatches: int, chunks: int) -> float | None:
-    """Return the idle time over the useful time, if input gradients and weight gradients each take as long as a forward and no message is
-    hidden. None if the schedule has no closed form."""
+    """Return the idle time over the useful time, if input gradients and weight gradients each take as long as a forward and messages take
+    no time. None if the schedule has no closed form."""
     idle = None if row.idle is None else row.idle(ranks, microbatches, chunks, 2.0)
     return None if idle is None else idle / (3 * microbatches)

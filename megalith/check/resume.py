@@ -56,7 +56,7 @@ MAY_CHANGE: dict[str, str] = {
     "sites.tls.key": "the same",
     "sites.tls.authority": "the same",
 }
-"""Keys, or whole tables, whose values may differ when a run is resumed -> the meaning of these values."""
+"""Keys, or whole tables, whose values may differ when a run is resumed -> a description of what these values set."""
 
 
 def check_resume(

@@ -71,8 +71,8 @@ def compiler_keeps_collectives(case: Case) -> Found:
 
 
 def compiler_keeps_roundings(case: Case) -> Found:
-    """Older compilers give wrong gradients in layers whose sizes the device cannot multiply in 8 bits, so that
-    their factors are rounded."""
+    """Older compilers give wrong gradients in layers whose factors are rounded, because the device cannot multiply
+    layers of these sizes in 8 bits."""
     if case.plan.compile and case.spec.precision.multiply == "codes" and is_narrow(case.spec.train.precision):
         yield from _compiles('precision.multiply = "codes"')
 

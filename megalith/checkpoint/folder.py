@@ -388,7 +388,7 @@ def next_order(folder: Path) -> int:
 
 def prune(folder: Path, *, keep: int) -> list[str]:
     """Remove all checkpoints except the `keep` last committed ones and those being read; return a message for each one that could not
-    be removed. Checkpoints without a readable manifest cannot be loaded, so they do not count.
+    be removed. Checkpoints without a readable manifest cannot be loaded, so they do not count towards `keep`, and are removed.
     """
     found = committed(folder)
     readable = [path for path in found if _order(path)[0] != float("inf")]

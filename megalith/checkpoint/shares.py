@@ -62,7 +62,7 @@ class StreamedShare(Protocol):
 
     @property
     def in_memory(self) -> bool:
-        """True if all of the share is in memory, so that it can be copied at once."""
+        """True if all of the share is in memory, so that it can be copied at the speed of memory."""
         ...
 
     @property

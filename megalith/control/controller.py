@@ -1,6 +1,6 @@
 """Continues a run through faults, by restarting its ranks. `megalith train` runs this controller on one machine.
 
-The controller collects observations, passes each to `policy.decide`, and carries out the commands that it returns. After a fault
+The controller collects observations, passes each to `policy.decide`, and carries out the commands returned by the policy. After a fault
 from which ranks do not recover by themselves, all ranks are killed, and started again from the newest complete copy of the state.
 If a controller is killed, another one can continue, because copies of the state are files, and `ranks/fleet.json` has the
 controller's own state.

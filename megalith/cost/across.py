@@ -106,8 +106,8 @@ def across(shapes: Shapes, sites: SitesSpec, step: float, *, steps: int | None =
 def choose(
     shapes: Shapes, sites: SitesSpec, step: float, *, free: Collection[str], rounds_well: bool, longest: int = 10**9
 ) -> SitesSpec:
-    """Choose values of those keys of CHOSEN that are in `free`, for the link of `sites` and steps of `step` seconds. With `inner_steps`,
-    also choose the keys of SPARSE and `eager`, if the run file leaves them out.
+    """Choose values of those keys of CHOSEN that are in `free`, for the link of `sites` and steps of `step` seconds. If `inner_steps`
+    is in `free`, also choose the keys of SPARSE, if the run file has none of them, and `eager`, if the run file leaves it out.
 
     Loss grows with the interval, so the shortest interval is chosen with which sites compute for the share GOOD of the time at HEADROOM
     of the link's rate; then the most bits, the least overlap, and the fewest fragments. If the chosen interval would exceed MAX_INTERVAL,
@@ -159,8 +159,8 @@ def _variants(shapes: Shapes, sites: SitesSpec, free: Collection[str], rounds_we
 
 
 def _bytes(fragment: Fragment, sites: SitesSpec) -> int:
-    """Return the largest number of bytes that a site sends at a merge: its difference to each other site, and, if this site decides, the
-    list of merged sites."""
+    """Return the largest number of bytes that a site sends at a merge: its difference, once to each other site, and, if this site decides,
+    the list of merged sites."""
     return (sites.count - 1) * (wire_bytes(fragment) + verdict_bytes())
 
 

@@ -159,7 +159,7 @@ class Border(torch.autograd.Function):
 
 
 class EvenShare(LocalBalanceSets):
-    """Balance sets of a rank that dispatches only one of `shares` equal shares of the tokens."""
+    """Sets of tokens over which loads are measured, for a rank that dispatches only one of `shares` equal shares of the tokens."""
 
     def __init__(self, shares: int) -> None:
         self.shares = shares

@@ -27,8 +27,7 @@ BANDWIDTH = 614e9 / 8
 
 DISK = 2.5e9
 """Bytes/s that a device's share of its host's disks reads while it writes as much: one NVMe drive over four lanes of PCIe 4
-for each device,
-at about 40 % of its 7 GB/s."""
+for each device, at about 40 % of its 7 GB/s."""
 
 MIB = 1 << 20
 BUFFERS = 3
@@ -108,7 +107,7 @@ def seconds(workload: Workload, numbers: float) -> float:
 
 
 def _devices(cluster: ClusterSpec) -> int:
-    """Return the largest number of devices of a host; a cluster may be less than one host."""
+    """Return the number of devices of a host, or of the cluster if it is less than one host."""
     return min(cluster.per_node, cluster.count)
 
 

@@ -66,8 +66,8 @@ def code(*patterns: str) -> str:
 
 
 def kept(*patterns: str, when: Callable[..., bool]) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Cache the results, numbers or tuples of numbers, of a function of plain values. Results are cached in memory, and, if `when` is true
-    for the values, also on disk until a module that matches one of the patterns changes."""
+    """Cache the results, numbers or tuples of numbers, of a function of plain values. Results are cached in memory, and, if `when` returns
+    True for the arguments, also on disk until a module that matches one of the patterns changes."""
 
     def keeping(function: Callable[P, T]) -> Callable[P, T]:
         @cache

@@ -112,7 +112,7 @@ class Shares:
 
     @cached_property
     def most_in_flight(self) -> tuple[int, ...]:
-        """The same for `memory`, which does not count tensors between the halves of a backward: fewer ranks."""
+        """A subset of `worst_ranks` that suffices for `memory`, which does not count tensors between the halves of a backward."""
         return self._not_exceeded(tuple((0,) * len(each) for each in self.waiting))
 
     def _not_exceeded(self, waiting: PerChunk) -> tuple[int, ...]:
@@ -397,8 +397,8 @@ def _apart(workload: Workload, parts: Parts, here: RankParts, graphed: frozenset
 
 
 def non_torch(workload: Workload) -> float:
-    """Bytes of a rank outside of torch's allocator: context, a communicator for each axis, buffers of the experts' all-to-all. Bytes
-    outside of the allocator are only known for NCCL."""
+    """Bytes of a rank outside of torch's allocator: context, a communicator for each axis, buffers of the experts' all-to-all. 0
+    for devices that do not use NCCL, whose bytes are unknown."""
     plan, software_profile = workload.plan, workload.software_profile
     if workload.cluster.accelerator.vendor != "NVIDIA":
         return 0.0

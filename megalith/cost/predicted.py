@@ -117,8 +117,8 @@ def predict(workload: Workload, *, rank: int, figures: Calibration | None = None
 def held(
     workload: Workload, figures: Calibration | None = None, *, fits: Callable[[Memory], bool] = lambda memory: True
 ) -> Memory:
-    """Return the peak memory of the worst rank over the trainer's program, including memory that torch does not report; or, if a rank's
-    memory does not fit, that of the first such rank.
+    """Return the peak memory of the worst rank over the trainer's program, including memory that torch does not report; or, if `fits` is
+    False for the memory of a rank, that of the first such rank.
 
     The result has the categories of a dry run. The program has the smallest representative number of microbatches. `host` and `disk` only
     count offloaded activations, not state.

@@ -55,8 +55,8 @@ def _rank(workload: Workload, traced: Parts, rank: int, here: RankParts, reserve
 
 def _cache(workload: Workload, number: int, profile: Profile) -> float:
     """Bytes of one block's keys and values of a microbatch on a rank; latent attention keeps the latents, Mamba-2 its state in
-    fp32 (for any length) and the few tokens that its convolution sees. The bytes are unknown for a user's own attention
-    without a core."""
+    fp32 (for any length) and the few tokens that its convolution sees. 0 for a user's own attention without a core, whose
+    bytes are unknown."""
     block, plan = workload.model.blocks[number], workload.plan
     attention, mamba = block.attention, block.mamba
     tokens = plan.microbatch * workload.seq_len / plan.context

@@ -212,8 +212,8 @@ class Recorder(TorchDispatchMode):
         return key in self._seen
 
     def packed_bytes(self, x: Tensor, place: Place) -> int:
-        """Return the bytes that autograd keeps for backward at `place`, outside the device; this includes the input `x`, which is not
-        counted among live tensors."""
+        """Return the bytes that autograd keeps for backward off the device, at `place` (host or disk). They include the part's input `x` if
+        it is kept there, although live tensors do not include `x`."""
         leaving = {key for key in self._packed if self._places[key] == place}
         return sum(self._held.get(key, 0) for key in leaving) + (bytes_of(x) if x.untyped_storage()._cdata in leaving else 0)
 

@@ -86,7 +86,7 @@ def software_profile_of(name: str, plan: Plan) -> SoftwareProfile:
 
 
 def assumed(plan: Plan, software: str = OURS) -> SoftwareProfile:
-    """Return the software profile of the software with this name under a plan."""
+    """Return the profile of the software with this name under a plan, including what the plan's schedule hides (`hiding`)."""
     return hiding(plan, software_profile_of(software, plan))
 
 

@@ -148,7 +148,7 @@ class _Unfilled(TorchFunctionMode):
 
 
 def _unfilled(model: ModelSpec, first: int, last: int) -> Stage:
-    """Build the parts from `first` up to `last` of the model."""
+    """Build parts `first` to `last - 1` of the model, with weights that are not initialised."""
     with _Unfilled():
         return Stage(model, first, last)
 

@@ -161,7 +161,7 @@ def is_named_binary(path: Path) -> bool:
 def is_json_lines(path: Path, *, in_folder: bool) -> bool:
     """True if a file is JSON lines, judging by its ending. In folders .json files do not count, because they are usually configuration."""
     endings = JSON_LINES if in_folder else (*JSON_LINES, ".json")
-    return path.name.removesuffix(ending(path, COMPRESSED)).endswith(endings)
+    return path.name.lower().removesuffix(ending(path, COMPRESSED)).endswith(endings)
 
 
 def is_parquet(path: Path) -> bool:
@@ -219,7 +219,7 @@ def _ending_of(path: Path) -> str:
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """Yield two streams of a file: the bytes on disk, and the unpacked bytes. If the block finds damage while reading, raises DataError."""
+    """Yield two streams of a file: the bytes on disk, and the unpacked bytes. Raises DataError if a read in the block finds damage."""
     try:
         with path.open("rb") as raw, _unpacked(raw, path) as stream:
             yield raw, stream
@@ -260,5 +260,5 @@ def _is_damage(error: Exception) -> bool:
 
 
 def ending(path: Path, endings: tuple[str, ...]) -> str:
-    """Return the first of `endings` with which a file's name ends, or ""."""
-    return next((one for one in endings if path.name.endswith(one)), "")
+    """Return the first of `endings` with which a file's name ends, in capitals or not; or ""."""
+    return next((one for one in endings if path.name.lower().endswith(one)), "")

@@ -228,7 +228,7 @@ def check_copies(folder: Path, manifest: Manifest | None, copies: Sequence[Path]
 
 
 def tokenizer_fingerprint(definition: dict[str, Any], end_of_text: int) -> str:
-    """sha256 of a tokenizer.json in canonical form (keys sorted, without padding and truncation) and its end-of-text id."""
+    """sha256 over both a tokenizer.json in canonical form (keys sorted, without padding and truncation) and its end-of-text id."""
     counted = {key: value for key, value in definition.items() if key not in ("padding", "truncation")}
     canonical = json.dumps({"tokenizer": counted, "end_of_text": end_of_text}, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()

@@ -31,7 +31,8 @@ class OwnStream(Stream):
     """A stream of prepared data whose training samples come from a user's own source."""
 
     def __init__(self, *args: Any, name: str, source: Any, **how: Any) -> None:
-        """`source`: the object that `name` names; the object is called with the prepared stream. Other arguments are as for `Stream`."""
+        """`source`: the object that `name` names; called with the prepared stream, it returns the SampleSource. Other arguments are as for
+        `Stream`."""
         super().__init__(*args, **how)
         self._name = name
         self._source: SampleSource = source(Stream(*args, **how))

@@ -275,7 +275,7 @@ def _write_domains(
 
 
 def _encoded(tokens: Tokens, sizes: deque[int], read: _Read) -> "_Document":
-    """Return the tokens as a document with the next size in `sizes`, and update `read`."""
+    """Return a document of these tokens, with the next text size in the queue `sizes`, and count it in the progress `read`."""
     document = _Document(tokens, sizes.popleft())
     read.encoded += document.bytes
     read.tokens += tokens.nbytes + tokens.itemsize  # one for the end of the text

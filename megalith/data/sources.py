@@ -301,7 +301,8 @@ def _json_lines(stream: IO[bytes], path: Path, field: str) -> Iterator[str]:
 
 
 def _split(lines: Iterable[str], how: str, minimum: int) -> Iterator[str]:
-    """Yield the documents in a stream of lines. Line ends around a document are removed, except one final line end."""
+    """Yield the documents in a stream of lines. Line ends around a document are removed, except one final line end if documents are not
+    single lines."""
     for block in _blocks(lines, how, minimum):
         text = "".join(block).strip("\n")
         if text.strip():
@@ -347,5 +348,5 @@ def _boundary(how: str, minimum: int) -> tuple[Callable[[str], bool], bool, int]
 
 def _without_endings(name: str) -> str:
     for endings in (files.COMPRESSED, (*files.JSON_LINES, ".json", ".txt", files.PARQUET)):
-        name = name.removesuffix(next((ending for ending in endings if name.endswith(ending)), ""))
+        name = name[: len(name) - len(files.ending(Path(name), endings))]
     return name

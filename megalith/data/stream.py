@@ -97,7 +97,7 @@ class _Phase:
     mixed: int
     """Number of the sample, in the run, at which the mixture's sequence of domains begins."""
     before: tuple[int, ...]
-    """For each domain, number of samples that the mixture's sequence took before this phase."""
+    """For each domain, number of its samples in the mixture's sequence between `mixed` and this phase."""
     passes: tuple[_Pass, ...]
     """Progress of each domain when this phase begins."""
 
@@ -138,8 +138,8 @@ class Stream:
         `copies` are folders with the same data. A damaged block is read from the next folder, and `on_damage` is called once for each
         damaged block.
 
-        Raises DataError, with all problems at once, for a folder that is not as it was prepared, weights that do not fit its domains, a
-        split without data, or a copy with other data. Reading raises DamagedDataError if no copy is intact.
+        Raises DataError, with all problems of one kind at once, for a folder that is not as it was prepared, weights that do not fit its
+        domains, a split without data, or a copy with other data. Reading raises DamagedDataError if no copy is intact.
         """
         self._folder, others = Path(folder), [Path(copy) for copy in copies]
         self._manifest = read_manifest(self._folder)

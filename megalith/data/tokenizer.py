@@ -91,8 +91,8 @@ class Tokenizer:
     ) -> Iterator[npt.NDArray[np.unsignedinteger[Any]]]:
         """Yield the ids of each text in order, [tokens] of `dtype`, encoding batches on all cores.
 
-        `auto` encodes with tiktoken if its ids equal those of tokenizers on the first 256 thousand characters of the text. `progress` is
-        called with the number of characters of each finished batch.
+        `auto` encodes with tiktoken if its ids equal those of tokenizers on the first texts, up to 262,144 characters or 4,096 texts.
+        `progress` is called with the number of characters of each finished batch.
         """
         stream = iter(texts)
         head = _take(stream, characters=_COMPARED_CHARACTERS, documents=_BATCH_DOCUMENTS)

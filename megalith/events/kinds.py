@@ -327,7 +327,7 @@ log."""
 @dataclass(frozen=True)
 class Spans(Event):
     """Actions of each pipeline rank in one step, with their times. `collecting`: seconds in Python's garbage collector during the
-    last `since` steps, the maximum over ranks; both are 0 in logs of earlier versions."""
+    last `since` steps, the maximum over ranks; `collecting` and `since` are 0 in logs of earlier versions."""
 
     kind: ClassVar[str] = "spans"
     step: int

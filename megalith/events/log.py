@@ -45,7 +45,7 @@ class EventLog:
 
     def _begin_anew(self, made: bool) -> Iterator[bytes]:
         """Yield the first lines of the new log after the old one was removed or emptied. `made`: this writer created the new
-        file, and therefore adds a warning."""
+        file or found it empty, and therefore adds a warning."""
         if made:
             words = f"{FILE} was removed or emptied during the run: earlier events are lost, and this is a new file"
             yield _line(Problem("warning", words))

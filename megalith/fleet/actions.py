@@ -147,8 +147,8 @@ def _lose_with_memory(one: Injection, rank_info: RankInfo) -> None:
 
 
 def _alter_copy(one: Injection, rank_info: RankInfo) -> None:
-    """Flip a bit in each copy of this rank's state in its own node's memory, then die, so that the state must be restored from a
-    buddy or a slower tier."""
+    """Flip a bit in the newest copy of this rank's state in its own node's memory, then die, so that the state must be restored from
+    another copy, such as a buddy's."""
     from megalith.fleet.tiers import copies  # numpy, which only this needs
 
     assert rank_info.folder is not None and rank_info.key is not None, (

@@ -55,7 +55,7 @@ class Exit:
 
     @property
     def orderly(self) -> bool:
-        """True if the rank ended without a failure, together with the others."""
+        """True if the rank ended without a failure: it finished all steps, or saved the state and stopped."""
         return self.code in ORDERLY
 
 
@@ -136,7 +136,7 @@ def read_error(path: Path) -> RankError | None:
     """Read a rank's error file; None if the rank wrote no file, or the file cannot be read."""
     try:
         return RankError(**json.loads(path.read_text(encoding="utf-8")))
-    except OSError:
+    except (OSError, ValueError, TypeError):  # also if a full disk cut it off
         return None
 
 

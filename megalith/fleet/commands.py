@@ -34,7 +34,7 @@ class RerunStep(Command):
 
 @dataclass(frozen=True)
 class Restart(Command):
-    """End all ranks, wait, and start all ranks again on `placement` (the node of each slot) from the copy `source`."""
+    """End all ranks, wait `after` seconds, and start all ranks again on `placement` (the node of each slot) from the copy `source`."""
 
     source: Source
     placement: tuple[str, ...]
@@ -82,7 +82,8 @@ class CheckHealth(Command):
 @dataclass(frozen=True)
 class QuarantineCopy(Command):
     """Mark a copy of the state as unusable, so that it is never restored. A copy in memory or on a node's disk is also renamed,
-    for inspection. A checkpoint in the store stays until a checkpoint of that step is saved again. `slot` None: all pieces."""
+    for inspection. A checkpoint in the store is not renamed: it stays, unused, until a checkpoint of that step is saved again.
+    `slot` None: all pieces."""
 
     tier: Tier
     step: int

@@ -121,8 +121,8 @@ def _tcp(environment: Mapping[str, str]) -> str:
 
 
 def _slurm(environment: Mapping[str, str], *, alone: bool) -> Place | None:
-    """Return the place of a task of `srun`. The rendezvous is on the first machine of the Slurm step, at a port computed from the
-    numbers of job and step."""
+    """Return the place of a task of `srun`. Unless MASTER_ADDR or MASTER_PORT is set, the rendezvous is on the first machine of the
+    Slurm step, at a port computed from the numbers of job and step."""
     tasks_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
     names = ("SLURM_PROCID", tasks_name, "SLURM_LOCALID", "SLURM_NODEID", "SLURM_JOB_ID", "SLURM_STEP_ID")
     _require(environment, "srun", *names)

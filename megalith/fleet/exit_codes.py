@@ -54,7 +54,7 @@ MEANINGS: dict[ExitCode, Meaning] = {
 }
 
 ORDERLY = frozenset({ExitCode.FINISHED, ExitCode.STOPPED})
-"""Exit statuses of a rank that ended without a failure, together with the others."""
+"""Exit statuses of a rank that ended without a failure: it finished all steps, or saved the state and stopped."""
 
 
 def retryable(code: int) -> bool:

@@ -91,7 +91,7 @@ class Nonfinite(Observation):
 
 
 NUMERICS = "Lower optimizer.lr, lengthen optimizer.warmup, or set train.z_loss."
-"""Advice for the user if a gradient is not finite on any replica."""
+"""Advice for the user if a gradient is not finite, and no replica computes a finite one."""
 
 
 @dataclass(frozen=True, kw_only=True)

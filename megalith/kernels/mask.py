@@ -102,8 +102,8 @@ def _spots(runs: Segments, first: int, end: int) -> Iterator[_Spot]:
 
 
 def _pairs(q: _Spot, k: _Spot, window: int) -> Iterator[MaskBlock]:
-    """Yield blocks in which position i sees the positions j with i - window < j <= i. Each block has at most `window` queries.
-    The block's keys form a triangle of the oldest keys, a rectangle, and a triangle of the newest keys."""
+    """Yield blocks in which position i sees the positions j with i - window < j <= i. The visible pairs of each `window` queries
+    form a triangle of the oldest keys, rectangles, and a triangle of the newest keys; each of these is one block."""
 
     def pair(queries: Segment, keys: Segment, sees: Literal["all", "past", "future"]) -> Iterator[MaskBlock]:
         (i, i_end), (j, j_end) = queries, keys

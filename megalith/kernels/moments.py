@@ -33,7 +33,7 @@ def seed_of_draws(name: str, slot: str, number: int) -> int:
 
 
 def mixed(word: int) -> int:
-    """Mix 32 bits: a bijection in which each input bit flips half of the output bits (Wellons 2018, nullprogram.com,
+    """Mix 32 bits: a bijection in which each input bit flips half of the output bits on average (Wellons 2018, nullprogram.com,
     "lowbias32")."""
     word = (word ^ word >> 16) * _ODD[0] & _WORD
     word = (word ^ word >> 15) * _ODD[1] & _WORD

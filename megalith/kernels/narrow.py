@@ -64,7 +64,7 @@ def rotated(x: Tensor, size: int) -> Tensor:
 
 
 TOKENS, INPUTS, OUTPUTS = "tokens", "inputs", "outputs"
-"""The dims that factors of a product can have."""
+"""Names of the dims that a factor of a product can have."""
 FACTORS = {(TOKENS, INPUTS): "inputs", (OUTPUTS, INPUTS): "weight", (TOKENS, OUTPUTS): "gradients of outputs"}
 """The tensors of a layer that are factors of products, by their dims."""
 HISTORY = "multiply.history"

@@ -102,7 +102,7 @@ def narrowed(
     that of all elements, of elements that saturate, and of nonzero elements that become 0.
 
     If scales are powers of two, the numbers equal those of `quantise` in each block whose largest number is at least 2^-90; in smaller
-    blocks, differences of 2^-126 are lost.
+    blocks, they are rounded to multiples of 2^-126 at the finest.
     """
     if not scaling.exact:
         scaled, scales, whole = _scaled(x, scaling, share)

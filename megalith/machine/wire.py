@@ -143,7 +143,7 @@ def missing() -> str | None:
 @contextlib.contextmanager
 def between(nodes: Sequence[str], conditions: Conditions) -> Iterator[Wire]:
     """Create two nodes in separate namespaces, joined by a wire, while the block runs. In each namespace the wire is the
-    interface `networks.INTERFACE`. Raises CalledProcessError and OSError if this process may not make them."""
+    interface `networks.INTERFACE`. Raises CalledProcessError or OSError if this process may not make namespaces or interfaces."""
     with networks.apart(nodes) as network:
         ends = [_tun(network, node, network.address(number)) for number, node in enumerate(nodes)]
         wire = Wire(network, conditions=conditions)

@@ -8,8 +8,8 @@ arXiv:2407.21783, section 3.3.2).
   al. 2023, arXiv:2310.01889). In backward, keys and values are passed around again, together with their gradients.
 - **gather**: every rank gathers all keys and values, and gathers them again in backward (Llama 3).
 - **ulysses**: all-to-all from a part of the sequence with all heads to all of the sequence with some heads, and back (DeepSpeed-Ulysses,
-  Jacobs et al. 2023, arXiv:2309.14509). Ulysses can be combined with ring or gather: neighbouring ranks exchange heads, and groups of
-  them exchange keys (Fang and Zhao 2024, arXiv:2405.07719).
+  Jacobs et al. 2023, arXiv:2309.14509). Ulysses can be combined with ring or gather: neighbouring ranks exchange heads, and ranks with
+  the same place in each group of neighbours exchange keys and values (Fang and Zhao 2024, arXiv:2405.07719).
 
 For backward, ring and gather save only tensors of a rank's own part of the sequence. Ulysses alone saves tensors of all of the sequence,
 but only for the rank's own heads, which takes as much memory as a part of the sequence with all heads. Ring and gather add up partial

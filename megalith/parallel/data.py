@@ -381,7 +381,7 @@ class Bucket:
                 )  # .data: saved views stay valid
 
     def free(self) -> None:
-        """Free the unsharded weights. If a gather is in progress, wait for it first."""
+        """Free the unsharded weights, after waiting for a gather that is in progress."""
         arrival, self._arriving = self._arriving, None
         if arrival is not None:
             if arrival.reading is not None:

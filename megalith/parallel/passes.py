@@ -310,7 +310,7 @@ class Runner:
 
     def backward(self, kept: list[ForwardState], grad: Tensor | None, *, reduce: bool) -> Steps[Tensor | None]:
         """Run the backward of all parts in `kept`, which is emptied; return the gradient of the stage's input (None for token ids).
-        `reduce`: also reduce the weights' gradients, because this backward adds their last term."""
+        `reduce`: also reduce the weights' gradients, after the last microbatch or, with ZeRO 2 and 3, after each microbatch."""
         for number in reversed(range(len(self.parts))):
             graph, _ = yield from self._next_graph(kept)
             then = self._before(number, kept)

@@ -105,8 +105,8 @@ def rounding_of(choices: PrecisionSpec) -> Rounding:
 
 
 def apply_rounding(part: nn.Module, plan: Plan, choices: PrecisionSpec) -> None:
-    """Apply to the blocks in a part only those of the plan's actions that change numbers, for the single process with which a plan is
-    compared."""
+    """Apply to the blocks in a part only those of the plan's actions that change numbers. The run in one process, with which the run
+    under a plan is compared, uses this."""
     for block in (module for module in part.modules() if isinstance(module, Block)):
         apply_actions(block, plan.rounding, rounding_of(choices))
 

@@ -96,7 +96,7 @@ def _freed(outs: Sequence[Tensor]) -> Iterator[None]:
 
 def remake(make: Callable[..., tuple[Tensor, ...]], use: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """Return use(*make(*inputs)). The results of `make` are freed after the forward, and `make` runs once more when the backward of `use`
-    needs them. `use` does not run again. If `make` is deterministic, the gradients have the same bits as without recomputation."""
+    needs them. `use` runs only once. If `make` is deterministic, the gradients have the same bits as without recomputation."""
     if not torch.is_grad_enabled():
         return use(*make(*inputs))
     outs: Any = _Make.apply(make, *inputs)

@@ -198,7 +198,7 @@ def unpack_saved(kept: Tensor | SavedTensor) -> Tensor:
 
 
 class Retention:
-    """The numbers of a stage's parts whose saved tensors leave the device, and the tiers for these tensors."""
+    """The parts of a stage, by number, whose saved tensors leave the device, and the tiers for these tensors."""
 
     def __init__(self, parts: Mapping[int, nn.Module], tiers: Tiers, device: torch.device, *, rest: Place) -> None:
         """`rest`: the place for saved tensors that belong to no named part of a block."""

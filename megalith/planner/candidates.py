@@ -276,8 +276,9 @@ def _pipelines(model: ModelSpec, devices: int) -> list[int]:
 
 
 def _experts(model: ModelSpec, ranks: int, tensor: int) -> list[tuple[int, int]]:
-    """Return sizes of the expert axis, which divide the experts and their ranks, each with the number of parts of an expert. Experts at
-    least as wide as the model may be split like attention; matrix products of smaller experts are already small."""
+    """Return pairs: a size of the expert axis, which divides the number of experts, and the number of parts of an expert; their product
+    divides `ranks`. Experts at least as wide as the model may be split like attention; matrix products of smaller experts are already
+    small."""
     mixtures = [block.mlp for block in set(model.blocks) if isinstance(block.mlp, MoeSpec)]
     if not mixtures:
         return [(1, 1)]

@@ -23,7 +23,7 @@ def compare(predicted: PredictedStep, counted: "RankCounts") -> tuple[Comparison
 
 def _traffic(predicted: PredictedStep, counted: "RankCounts") -> Iterator[Comparison]:
     """Compare the traffic. In the dry run, axes with the same ranks form one group ("world / dp_shard"), which is compared with the
-    predictions for all its axes."""
+    sum of the predictions for these axes."""
     left = list(predicted.traffic)
     for row in counted.traffic:
         mine = [one for one in left if one.kind == row.kind and one.axis in row.axis.split(" / ")]

@@ -48,7 +48,7 @@ class Expected:
     known: bool
     """True if step times on this kind of device were measured."""
     outside: Sequence[Beyond]
-    """Sizes of the request that are outside of the range in which times were measured."""
+    """Sizes of the request that are below the smallest or above the largest size for which times were measured."""
 
 
 def expected(model: ModelSpec, cluster: ClusterSpec, seq_len: int) -> Expected:

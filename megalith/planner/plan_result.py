@@ -351,7 +351,7 @@ def short(plan: Plan) -> str:
     context ranks: c16u4 d8 z1 m1, c16 gather d8 z1 m1. After the microbatch comes the percentage of the optimizer's state in host memory
     (d8 z1 m1 o50) or on disk (d8 z1 m1 disk100), with "weights" if weights are cast from this state and "released" if gradients are
     released. The text ends with the percentage of blocks whose activations are in host memory (d8 z1 m1 a50) or on disk (d8 z1 m1
-    a-disk100).
+    a-disk100), or with the parts of blocks whose activations are there (d8 z1 m1 a mlp).
     """
     tensor = f"t{plan.tensor} " if plan.tensor > 1 else ""
     context = f"c{plan.context}{_exchange(plan)} " if plan.context > 1 else ""

@@ -157,7 +157,7 @@ def share_out(rates: Sequence[float], batch: int, able: Callable[[int], bool]) -
 
 
 def _deals_out(request: ResolvedRequest, cluster: ClusterSpec, part: int) -> bool:
-    """True if a cluster has a split whose data ranks divide this number of samples evenly."""
+    """True if the model can be split on a cluster so that the number of data ranks divides this number of samples."""
     return any(
         part % (cluster.count // (tensor * context * pipeline)) == 0
         for tensor, context, pipeline in splits(request.model, cluster, request.run.train.seq_len)

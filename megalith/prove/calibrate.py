@@ -96,7 +96,8 @@ def calibrate(ranks: int, *, seconds: float, wanted: str = "auto", sizes: Sizes 
 
 
 def _measure(rank: int, wanted: str, ranks: int, seconds: float, sizes: Sizes | None) -> tuple[str, int, list[Point]]:
-    """Measure on one of the ranks. Return the name of its device, its threads, and the points, in the same order on each rank."""
+    """Measure on one of the ranks, which all call this function. Return the name of its device, its threads, and the points, in the same
+    order on each rank."""
     device, group = choose_device(wanted, rank, ranks), dist.group.WORLD
     if device.type == "cuda":
         group = dist.new_group(list(range(ranks)), backend="nccl", device_id=device)
@@ -196,7 +197,7 @@ def _summing(whole: Tensor, group: dist.ProcessGroup) -> Callable[[], Any]:
 def _timed(
     work: Callable[[], Any], device: torch.device, seconds: float, group: dist.ProcessGroup, *, together: bool = False
 ) -> float:
-    """Return the median seconds of a call of `work`, which is called once unmeasured and then again and again for `seconds`.
+    """Return the median seconds of a call of `work`, which is called once unmeasured and then 3 to 1,000 times, for about `seconds`.
     `together`: all ranks make the same number of calls."""
 
     def once() -> float:

@@ -71,15 +71,16 @@ class Row:
 
 
 def ties(expected: Recording, found: Recording, *, tie: float) -> int:
-    """Count the tokens that went to another expert than in the reference although the two experts' scores differ by less than
-    `tie`. A run in which nearly equal scores sent tokens to other experts proves nothing, and another run must be drawn."""
+    """Count the tokens that went to other experts than in the reference because scores were nearly equal: those of the last chosen
+    expert and of the next one differ by at most `tie`. A run in which nearly equal scores sent tokens to other experts proves
+    nothing, and another run must be drawn."""
     return sum(int((moved & ~clear).sum()) for moved, clear, _ in moved_tokens(expected, found, tie=tie))
 
 
 def moved_tokens(expected: Recording, found: Recording, *, tie: float) -> Iterator[tuple[Tensor, Tensor, str]]:
-    """For each router and step, yield which tokens went to another expert than in the reference, and which tokens had scores that
-    differed by more than `tie`. Steps after the first with a token that went to another expert are left out, because they differ
-    anyway."""
+    """For each router and step, yield which tokens went to other experts than in the reference, and for which tokens the reference's
+    choice was clear: the last chosen expert's score was above the next one's by more than `tie`. Steps after the first one in which
+    a token went to another expert are left out, because they differ anyway."""
     for step, (theirs, ours) in enumerate(zip(expected.routing, found.routing, strict=True)):
         moves = []
         for name, routed in theirs.items():
@@ -163,6 +164,6 @@ def _gradient_gaps(expected: dict[str, Tensor], found: dict[str, Tensor], floor:
 
 
 def worst(gaps: list[Gap], limit: float) -> tuple[float, float, str]:
-    """Return the largest gap with the limit and its place. A NaN counts as the largest gap."""
+    """Return the largest gap, `limit`, and the place of this gap. A NaN counts as the largest gap."""
     gap, where = max(gaps, key=lambda found: (found[0] != found[0], found[0]))
     return gap, limit, where

@@ -24,8 +24,8 @@ TIMEOUT = 600.0
 """Time limit for proving one combination, in seconds. On an idle machine a proof takes only a few seconds."""
 
 FEW = 20
-"""The first drawn combinations are the cheapest, with one rank. If fewer combinations than this number are requested, the last of
-the draws are proven instead of the first."""
+"""The first drawn combinations are the cheapest, with one rank. If fewer combinations than this number are requested, this many
+are drawn, and those with several ranks are proven."""
 
 Outcome = Literal["equal", "tie", "NOT equal", "failed"]
 

@@ -37,7 +37,7 @@ accordingly."""
 def compare(exact: Recording, alone: Recording, found: Recording, *, spec: RunSpec, limits: Rounded) -> list[Row]:
     """Compare a run (`found`) with one process in fp32 (`exact`) and with one in the run's precision (`alone`).
 
-    A token that goes to another expert than in `alone` is missing from the gradient of that expert. From the first step on in which a token
+    If a token goes to another expert than in `alone`, the gradients of both experts differ. From the first step on in which a token
     goes to another expert than in `alone`, only the distance of all gradients together is compared.
     """
     steps = range(len(exact.losses))

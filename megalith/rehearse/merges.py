@@ -154,7 +154,7 @@ def merged(plan: Scenario, sites: Sequence[Site]) -> MergeOutcome:
 
 
 def _decided(plan: Scenario, members: Sequence[_Member], own: _Member) -> float:
-    """Return the time of the merge by `own`, the site that decides. The decider waits, for at most `plan.grace`, until every
+    """Return the time of the merge, on which the site `own` decides. The decider waits, for at most `plan.grace`, until every
     training site that must not miss the merge has done its work or was restarted. The decider also waits for a quorum of sites that have
     done their work. If the decider would wait longer than `plan.patience`, there is no merge, and the result is inf."""
     enough = max(own.ready, _quorum(plan, members))

@@ -100,8 +100,8 @@ class History:
 
     @property
     def state(self) -> str:
-        """State of the run: "not started", the logged reason of its end (finished, stopped, lost, failed), or a text if no end is
-        logged."""
+        """State of the run: "not started", the logged reason of its end (finished, stopped, lost, failed), or "running,
+        or ended without logging its end"."""
         if not self.starts and not self.steps:
             return "not started"
         return self.finished.reason if self.finished else "running, or ended without logging its end"

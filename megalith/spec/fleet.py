@@ -128,7 +128,7 @@ class FleetSpec(Spec):
         return tuple(tier for tier in ("memory", "buddy", "disk", "store") if kept[tier])
 
     def buddy_distance(self, nodes: int) -> int:
-        """Distance, in nodes, from a node to the buddy node that keeps a copy of its state; 0 if there is no buddy."""
+        """Distance, in nodes, from a node to the buddy node that keeps a copy of its state (1: the next node); 0 if there is no buddy."""
         if self.buddy == "none" or nodes < 2:
             return 0
         return 1 if self.buddy == "next" else nodes // 2

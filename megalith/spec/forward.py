@@ -66,7 +66,7 @@ FIELDS: Mapping[type[Spec], Fields] = {
     ModelSpec: Fields("dim context embedding blocks head", training="init_std scaling", nothing="name"),
     Growth: Fields("", training="width depth base_layers"),
 }
-"""Every field of every part of a model. tests/spec/test_forward.py fails for a field that is missing."""
+"""Every field of every part of a model. tests/spec/test_forward.py fails if a field is missing in this table."""
 
 ROWS: Mapping[Change, tuple[str, ...]] = {
     "context": ("embedding.positions",),

@@ -89,7 +89,7 @@ class Reordered:
     router: float = 1e-6
     """Largest |difference| of experts' loads and router biases."""
     tie: float = 1e-5
-    """Two experts whose scores differ by less than this may be ranked in either order."""
+    """A compared run may rank two experts in either order if their scores differ by less than this."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Rounded:
     weights: float
     """Root mean square difference of a tensor's weights from one process, divided by the sum of all steps' learning rates."""
     tie: float
-    """Two experts whose scores differ by less than this may be ranked in either order."""
+    """A compared run may rank two experts in either order if their scores differ by less than this."""
     maxima: float = 0.15
     """|log2(ratio)|, where ratio is a maximum from which a row's or tensor's scale is computed in the first step, divided by the
     same maximum in one process. The largest value in 12 correct runs is 0.06. If each rank wrongly takes the maximum of its own
@@ -152,7 +152,7 @@ class Precision:
 
     @property
     def rate(self) -> str:
-        """Key of `Accelerator.peak` for the trainer's matrix products."""
+        """Key of `Accelerator.peak` for the peak FLOP/s of the trainer's matrix products."""
         return (self.compute if self.emulated else self.factors).rate
 
 
@@ -372,8 +372,8 @@ class PrecisionSpec(Spec):
 
 
 RECIPE = {"tile": "blockwise", "row": "rowwise", "tensor": "tensorwise"}
-"""Granularity -> recipe for matrix products (a row of `parallel.precision.RECIPES`). Precisions other than fp8 ignore the
-granularity."""
+"""Granularity -> recipe for matrix products in fp8 (a row of `parallel.precision.RECIPES`). In other precisions the recipe
+does not depend on the granularity."""
 
 
 def is_narrow(precision: str) -> bool:

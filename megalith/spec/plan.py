@@ -304,8 +304,8 @@ class Plan(Spec):
 
     def bounds(self, blocks: int) -> tuple[tuple[int, int], ...]:
         """Return the first part of each stage and the part after its last one; part 0 is the embedding, part `blocks + 1` the
-        head. Blocks are divided as evenly as possible; the first stages get the remaining blocks, because the last stage also
-        has the output projection. `layers`, if set, overrides this division.
+        head. Blocks are divided as evenly as possible; left-over blocks go to the first stages, one each, because the last stage
+        also has the output projection. `layers`, if set, overrides this division.
         """
         return _bounds(self.layers, self.stages, blocks)
 

@@ -151,7 +151,7 @@ class GroupSpec(Spec):
 
 
 class OptimizerSpec(Spec):
-    """The optimizer and its learning-rate schedule. Weight decay is applied to matrices only, unless a group sets it."""
+    """The optimizer and its learning-rate schedule. Weight decay is not applied to vectors, unless a group sets it."""
 
     kind: str = Field(
         default="adamw", description="optimizer: a name from the table of optimizers, or your own as `module:object`"

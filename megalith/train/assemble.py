@@ -119,8 +119,8 @@ class Trainer:
         return [moe.router.counts for moe in self.routers().values()] + largest
 
     def update_router_biases(self) -> None:
-        """After a step, pass each router the loads of its experts, summed over all ranks, and each recipe with delayed scales the largest
-        magnitude over all ranks."""
+        """After a step, pass each router the loads of its experts, summed over the ranks with the same stages, and each recipe with delayed
+        scales the largest magnitude on these ranks."""
         self._take_in_maxima()
         routers = list(self.routers().values())
         if not routers:

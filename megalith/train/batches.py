@@ -84,8 +84,8 @@ def to_batch(
 
 
 def _ahead(samples: Samples, cut: Cut) -> dict[str, np.ndarray]:
-    """For each depth k, return the kth token after each token, and the target of that later token. Beyond the end of the document (or row)
-    there is no target."""
+    """For each depth k, return the kth token after each token, and the target of that later token. If the kth token lies beyond the end of
+    the document (or row), there is no target."""
     rows, length = samples.tokens.shape
     lengths = samples.segments if cut.masked else ((length,),) * rows
     left = np.stack(

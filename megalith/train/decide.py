@@ -1,7 +1,7 @@
 """Decision about a step's update: a pure function of numbers that are equal on all ranks, so all ranks make the same decision. The plain
-step and post-validation both call `decide` and carry out its decision. An update multiplies the gradients by the clip factor. A step with
-non-finite numbers is repeated or skipped, or the run rewinds or ends. A spike triggers the responses in `stability.answers`, always in the
-order skip, rewind, lower, stop. Functions for one kind of problem return a decision, or None if the step has no such problem.
+step and post-validation both call `decide` and carry out its decision. An `Update` multiplies the gradients by its factor, the clip factor.
+A step with non-finite numbers is repeated or skipped, or the run rewinds or ends. A spike triggers the responses in `stability.answers`,
+always in the order skip, rewind, lower, stop. Functions for one kind of problem return a decision, or None if the step has no such problem.
 """
 
 import math
@@ -36,8 +36,8 @@ class Vitals:
     attended: bool = False
     """True if a healer is present, which can examine a spike and rewind."""
     sound: bool | None = None
-    """In a spike, True if the numbers of the previous batch, computed again, rose by less than half as much as in the spike; None if this
-    was not examined."""
+    """In a spike, True if the previous batch, computed again, shows less than half of the spike's rise in loss or norm; None if this was
+    not examined."""
     scale: Scale | None = None
     """The loss scale of the step; None: the run has none."""
     lr: float = 0.0

@@ -287,8 +287,8 @@ class Loop:
 
     @property
     def _doing(self) -> str:
-        """The name of the step's phase for the heartbeat. Steps of phases with different tensor shapes take different times, so their names
-        differ."""
+        """The name under which the heartbeat reports the current step. Steps of phases with different tensor shapes take different times,
+        so their names differ."""
         first = self.phases.all[0]
         now = self._phase or first
         if (now.seq_len, now.global_batch) == (first.seq_len, first.global_batch):
@@ -400,7 +400,8 @@ class Loop:
             self.log.write(Validation(step=self.step, loss=loss, domains=domains, seconds=time.perf_counter() - began))
 
     def _save_last(self, *, patience: float) -> None:
-        """Save the last state. If saving fails, retry for up to `patience` seconds. A failure on one rank counts on all ranks."""
+        """Save the last state. If saving fails, retry `patience` / AGAIN_SECONDS times, AGAIN_SECONDS after each failure. A failure on one
+        rank counts on all ranks."""
         began: float | None = None  # when it first failed
         for more in reversed(range(1 + int(patience / AGAIN_SECONDS))):
             self._save(asynchronous=False)

@@ -11,8 +11,8 @@ from megalith.train.stability.healer import Data
 
 
 class Reader:
-    """Reads this rank's samples of any step since its start. `begin`: the run's position when this rank was started. `sites` is None for a
-    run without sites."""
+    """Reads this rank's samples of a step, also of a past step for which `reads` is True. `begin`: the run's position when this rank was
+    started. `sites` is None for a run without sites."""
 
     def __init__(self, trainer: Trainer, stream: Stream, begin: Position, sites: Sites | None) -> None:
         self._trainer, self._stream, self._begin, self._sites = trainer, stream, begin, sites

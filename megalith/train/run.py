@@ -162,7 +162,7 @@ def _unreachable(error: Exception, used: Sequence[Path]) -> Unreachable | None:
 def _last_words(error: Exception, folder: Path, log: EventLog | None, *, rank: int, epoch: int = 0) -> None:
     """Log why this rank ends. A rank that only lost a peer cannot know whether a restart would help, so the peer's own report takes
     precedence; if a supervisor receives that report, the lost connection is not logged. Without a supervisor, as under another launcher,
-    every rank with an error of its own logs the error."""
+    rank 0 logs any error, and another rank only an error with the status FAILED."""
     hopeless, heard = causes.status(error) == ExitCode.FAILED, REPORTS in os.environ
     if log is None and (not hopeless or heard):
         return
@@ -364,8 +364,9 @@ def _introduce(
 
 
 def choose_device(wanted: str, local_rank: int, local_world: int) -> torch.device:
-    """Choose this rank's device: `auto` means one GPU for each rank if this machine has GPUs, else the CPU. Raises RuntimeError if this
-    machine has GPUs but fewer than ranks, or if GPUs are requested and missing. So where a driver reports GPUs, `auto` never means the CPU.
+    """Choose this rank's device: `auto` means one GPU for each rank if this machine has GPUs, else the CPU. Raises RuntimeError if GPUs are
+    requested, or `auto` finds GPUs, but PyTorch can use fewer of them than there are ranks. So where a driver reports GPUs, `auto` never
+    means the CPU.
     """
     gpus = torch.cuda.device_count() if wanted in ("auto", "cuda") and torch.cuda.is_available() else 0
     there = 0 if gpus or wanted != "auto" else find_gpus()[0]

@@ -173,7 +173,8 @@ class State:
         return found | self._common(categories)
 
     def tensors(self, *categories: Category) -> dict[str, Tensor]:
-        """Return all shares as sharded tensors of the whole shape. All state must be on the device; otherwise use `laid`."""
+        """Return all shares as sharded tensors of the whole shape. All state must be on the device, with master weights in fp32; otherwise
+        use `laid`."""
         found = {key: tensor for key, tensor in self.laid(*categories).items() if isinstance(tensor, Tensor)}
         assert self.home is None, "offloaded state has no sharded tensors"
         return found

@@ -116,7 +116,7 @@ class Balance:
             self._work = dist.all_reduce(self._worst, op=dist.ReduceOp.MAX, group=trainer.groups.world, async_op=True)
 
     def wait(self) -> dict[str, float]:
-        """Return the measures by name; empty for a model without experts."""
+        """Wait until the measures are known, and return them by name; empty for a model without experts."""
         if self._work is None:
             return {}
         self._work.wait()

@@ -51,8 +51,8 @@ class CauseReport(NamedTuple):
 
 
 def causes(source: Source) -> CauseReport:
-    """Return the causes of lost time. A result is reused for REST times the time that its computation took, so that a server
-    takes little of a core from the training."""
+    """Return the causes of lost time. A result is reused for REST times the time that its computation took, but at most LONGEST
+    seconds, so that a server takes little of a core from the training."""
     known = source.causes
     if source.served:  # `refresh` looks for them, in the thread that follows the run: a page must not wait
         return known[2] if known else CauseReport()

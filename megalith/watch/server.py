@@ -138,8 +138,8 @@ class Server:
                 print(f"alert: {alert.text}", file=sys.stderr, flush=True)
 
     def _look_for_causes(self, source: Source) -> bool:
-        """Search for the causes of long steps; return True if they have changed. Only this thread changes a source, so no lock is
-        needed to read the source."""
+        """Search for the causes of long steps; return True if they have changed. Only this thread adds events to a source, so no
+        lock is needed to read the source."""
         before = source.causes
         try:
             causes.refresh(source)
@@ -147,7 +147,8 @@ class Server:
             source.causes = source.revision, time.monotonic() + causes.LONGEST, causes.CauseReport()
             print(f"the causes of long steps are unknown: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         if source.causes is not before:
-            source.revision += 1
+            with source.lock:  # the thread that predicts counts too
+                source.revision += 1
             source.causes = (source.revision, *source.causes[1:]) if source.causes else None
             return True
         return False
@@ -216,8 +217,8 @@ class Server:
         _send(connection, _head(200, "json", len(whole), more=(f"X-Megalith-Stands: {stands:.1f}",)) + whole)
 
     def _panel_data(self, source: Source, name: str, asked: Mapping[str, str]) -> tuple[bytes, float]:
-        """Return the data of a panel as JSON, and the seconds for which they are reused. The data are reused for so long that
-        computing them takes at most SHARE of a core."""
+        """Return the data of a panel as JSON, and the seconds for which they are reused: so long that computing them takes at
+        most SHARE of a core, but for at most STANDS seconds (FRESH for some panels)."""
         key = (name, *(f"{one}={asked[one]}" for one in sorted(asked)))
         kept = self._answers.get(key)
         if kept is not None and time.monotonic() < kept[0]:

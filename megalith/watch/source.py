@@ -396,8 +396,8 @@ def _left_out(log: Path, end: int) -> int:
 
 
 def _joined(one: View, other: View) -> View:
-    """Join two views. The second view continues the last piece of the first, unless the second view's steps begin before the
-    first view ends."""
+    """Join two views. The second view's first piece continues the last piece of the first view, unless the second view begins at
+    or before the last step of the first."""
     if not len(one) or not len(other):
         return one if len(one) else other
     whole = {name: np.concatenate([getattr(one, name), getattr(other, name)]) for name in View.__dataclass_fields__}

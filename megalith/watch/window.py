@@ -20,7 +20,8 @@ STEADY = 4.0  # times the ranks' usual differences that the slowness must be
 @dataclass(frozen=True)
 class Window:
     """The newest steps of all ranks. `own`: the seconds of work by step and rank, without waits (NaN: not known). `past`: each
-    rank's work relative to the median of all other ranks, in the first steps of its generation or phase; None: unknown."""
+    rank's work relative to the median of all other ranks, in the first steps of the present generation and phase; None:
+    unknown."""
 
     own: NDArray[np.float64]
     steps: NDArray[np.int64]

@@ -4,6 +4,7 @@ import json
 import lzma
 import os
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +23,7 @@ def _read(path, **reading) -> list[str]:
         ("books=here/a.txt", "books"),
         ("here/web.v2.jsonl.gz", "web.v2"),
         ("here/a.txt.xz", "a"),
+        ("here/WEB.JSONL.GZ", "WEB"),
         ("/srv/linux", "linux"),
         ("bundled:austen", "austen"),
         ("novels=bundled:austen", "novels"),
@@ -29,6 +31,15 @@ def _read(path, **reading) -> list[str]:
 )
 def test_a_source_names_its_domain(text, domain):
     assert parse_source(text).domain == domain
+
+
+def test_endings_in_capitals_are_the_same_endings(tmp_path: Path):
+    lines = b'{"text": "one"}\n{"text": "two"}\n'
+    (tmp_path / "A.JSONL").write_bytes(lines)
+    (tmp_path / "B.Jsonl.GZ").write_bytes(gzip.compress(lines))
+    (tmp_path / "C.TXT.XZ").write_bytes(lzma.compress(b"three"))
+    assert _read(tmp_path) == ["one", "two", "one", "two", "three"]
+    assert _read(tmp_path / "B.Jsonl.GZ") == ["one", "two"]
 
 
 def test_an_existing_path_with_an_equals_sign_is_a_path(tmp_path, monkeypatch):

@@ -125,4 +125,8 @@ def test_sigkill_says_whether_memory_ran_out(oom_kills, said):
 
 
 def test_a_rank_without_an_error_file_has_no_error(tmp_path):
-    assert read_error(tmp_path / "rank-0.error.json") is None
+    file = tmp_path / "rank-0.error.json"
+    assert read_error(file) is None
+    for text in ("", '{"type": "KeyEr', "[]", '{"type": "KeyError"}'):
+        file.write_text(text)
+        assert read_error(file) is None, "a full disk may cut it off"

@@ -137,8 +137,9 @@ def _unusual(rope: Json) -> list[str]:
 
 
 def _two_readings(mscale: Any, all_dim: Any) -> list[str]:
-    """Return the problem if YaRN gives only one of `mscale` and `mscale_all_dim`. DeepSeek's code uses 1.0 for a missing
-    `mscale` or `mscale_all_dim`, whereas transformers then ignores both settings."""
+    """Return the problem if transformers and DeepSeek's code read YaRN's `mscale` and `mscale_all_dim` differently. If one of them is
+    missing or 0, transformers ignores both, whereas DeepSeek's code uses 1.0 for a missing `mscale` and 0.0 for a missing
+    `mscale_all_dim`."""
     if (mscale and all_dim) or (mscale in (None, 1.0) and not all_dim):
         return []
     found = f"mscale = {_given(mscale)} with mscale_all_dim = {_given(all_dim)}"

@@ -60,9 +60,9 @@ def command(
 
 
 def replay(run_dir: Path, others: list[Path] | tuple[Path, ...], out: Path, *, console: Console) -> ReplayResult:
-    """Repeat the merges that `run_dir` and `others` have recorded, in the run folder `out`. Raises SpecErrors before anything starts,
-    RecordError if `out` exists, if merges are missing or if the run file changed during the run, and FileNotFoundError for a folder without
-    a run."""
+    """Train again, into a new run folder `out`, with the merges that the folders `run_dir` and `others` have recorded. Raises SpecErrors
+    before anything starts, RecordError if `out` exists, if merges are missing or if the run file changed during the run, and
+    FileNotFoundError for a folder without a run."""
     from megalith.checkpoint.read import read_full  # torch takes seconds to import
     from megalith.commands.train import train
     from megalith.fleet.exit_codes import ORDERLY

@@ -32,7 +32,7 @@ def evict(
 
 
 def blame(state: State, node: str, observation: Observation, fleet: FleetSpec) -> tuple[State, bool]:
-    """Count a fault of a node. The second result is True if the node's recent faults suffice to exclude it."""
+    """Count a fault of a node. Return the new state, and True if the node's recent faults suffice to exclude it."""
     since = observation.time - fleet.lemon_hours * HOUR
     times = (*(time for time in state.faults.get(node, ()) if time > since), observation.time)
     return replace(state, faults={**state.faults, node: times}), len(times) >= fleet.lemon_faults

@@ -213,7 +213,7 @@ def _largest(traced: "Parts", narrow: Narrow, codes: bool) -> float:
 
 
 _known: dict[tuple[int, tuple[str, ...], int, bool], tuple[Profile, Narrow, float]] = {}
-"""`_held` by identity, of profiles and settings kept with it: hashing whole ones takes long, and many plans share a profile."""
+"""Results of `_held` by the ids of profile and settings, stored with these so that ids stay unique: hashing whole profiles takes long."""
 
 
 def _held(profile: Profile, layers: tuple[str, ...], narrow: Narrow, codes: bool) -> float:

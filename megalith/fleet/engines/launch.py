@@ -17,7 +17,7 @@ RETRYABLE = tuple(int(code) for code, meaning in MEANINGS.items() if meaning.ret
 """Exit statuses after which a restart with the same command can make progress."""
 
 HOPELESS = tuple(int(code) for code, meaning in MEANINGS.items() if not meaning.retry and code)
-"""Exit statuses after which a restart with the same command would fail again."""
+"""Exit statuses after which a restart with the same command would most likely fail again."""
 
 
 @dataclass(frozen=True)

@@ -96,8 +96,8 @@ def of_run(run_dir: Path, environment: Mapping[str, str] = os.environ) -> Key:
 
 
 def shared(run_dir: Path, environment: Mapping[str, str] = os.environ) -> Key:
-    """Return the key of a run on several machines: the launcher's key, or the key file in the run folder. Raises NoKey, whose
-    message has the command that makes a key."""
+    """Return the key of a run on several machines: the launcher's key, or the key file in the run folder. Raises NoKey; if there
+    is no key, the message has the command that makes one."""
     if (key := given(environment)) is not None:
         return key
     path = path_in(run_dir)
@@ -145,7 +145,7 @@ def _checked(text: str, source: str) -> Key:
 
 
 def _read(path: Path, *, warn_only: bool = False) -> str:
-    """Return the text of a key file. Raises NoKey if another user owns or can read the file, and OSError."""
+    """Return the text of a key file. Raises NoKey if another user owns the file or (unless `warn_only`) can read it, and OSError."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except PermissionError as error:

@@ -34,9 +34,9 @@ def make(folder: Path) -> None:
 
 @contextlib.contextmanager
 def opened(folder: Path) -> Iterator[int]:
-    """Yield a descriptor of a private folder. Raises NotPrivate, and FileNotFoundError if the folder does not exist. If other
-    users may only read the folder, their access is removed. If other users may write to the folder, it is not private, because
-    its content may come from them.
+    """Yield a descriptor of a private folder. Raises FileNotFoundError if the folder does not exist, and NotPrivate if it is a
+    link, or if another user owns it or may write to it, because its content may come from this user. If other users may only
+    read the folder, their access is removed.
     """
     descriptor = _open_folder(folder, None)
     try:

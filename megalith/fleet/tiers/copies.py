@@ -286,7 +286,7 @@ def survey(
     root: Path, *, placement: Sequence[str], world: int, key: Key, distance: int | None = None, own: Tier = Tier.MEMORY
 ) -> tuple[Copy, ...]:
     """Find the copies on the nodes whose folders are in `root`. A piece counts only if it is on its slot's own node or on the
-    buddy node, which is `distance` slots further, because ranks read it only there (None: a piece on any node counts)."""
+    buddy node, which is `distance` slots further, because ranks read it only there (None: any node may be the buddy)."""
     found = []
     for slot, node in enumerate(placement):
         here = pieces(node_folder(root, node), key=key, own=own)

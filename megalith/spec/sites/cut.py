@@ -11,10 +11,10 @@ from megalith.spec.sites.table import CHUNK, FULL, SitesSpec
 from megalith.spec.state import Slot
 
 BLOCK = 128
-"""Number of neighbouring elements of a tensor that share a scale."""
+"""Number of successive sent elements of a tensor that share a scale."""
 HEAD_BYTES = 40
 """Bytes of the header of a message with a fragment: kind, fragment number, step, request to stop, the site's mean loss, name of
-the common start, and length."""
+the line of merges, and length."""
 VERDICT_BYTES, STEP_BYTES = 76, 8
 """Bytes of the message that names the merged sites, and further bytes for each site's step, if merges are asynchronous."""
 FRAME_BYTES, FRAME_PAYLOAD = 44, 1 << 20

@@ -121,7 +121,8 @@ class SlotFile:
         return self
 
     def sum_of(self, chunk: int) -> int:
-        """Return the checksum of a chunk: the sum of its 64-bit words, not reduced modulo 2^64."""
+        """Return the sum of the checksums of a chunk's segments. Each of them is a sum of 64-bit words modulo 2^64; the result may be
+        larger."""
         return sum(self._sums.get(chunk, ()))
 
     def sync(self) -> None:

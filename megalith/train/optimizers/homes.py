@@ -1,5 +1,5 @@
-"""Gathers each sharded matrix on one rank, the matrix's home, which computes the update. All shares are sent in one exchange, and all
-results in another."""
+"""For each copy of the state, gathers each sharded matrix on one rank, the matrix's home, which computes the update. All shares are sent in
+one exchange, and all results in another."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

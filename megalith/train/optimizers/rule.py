@@ -67,8 +67,8 @@ def opened(parts: Iterable[Part], *, weights_alone: bool = False) -> Iterator[Pa
 
 
 def together(parts: Sequence[Part]) -> Iterator[list[Part]]:
-    """Yield lists of parts that are updated together: first all parts whose state is on the device and in fp32, then each other part, or
-    each piece of it, by itself."""
+    """Yield lists of parts that are updated together: first all parts whose state is on the device, with state and gradient in fp32, then
+    each other part, or each piece of it, by itself."""
     at_hand = [part for part in parts if part.home is None and part.small is None]
     if at_hand:
         yield at_hand

@@ -37,15 +37,15 @@ def admit(spec: RunSpec) -> dict[str, str]:
 
 
 def _opens_state(spec: RunSpec) -> bool:
-    """True if `opened` passes copies of the stored tensors to a rule, because state is off the device, or state or gradients are in few
-    bits."""
+    """True if a rule can read and change some tensors only within `opened`, because state is off the device, or state or gradients are in
+    few bits."""
     optimizer = spec.optimizer
     few = {optimizer.moments, optimizer.master, spec.train.gradients} != {"fp32"}
     return few or spec.plan.state.optimizer != "device"
 
 
 def changes(now: Mapping[str, str], before: Mapping[str, str]) -> list[str]:
-    """Return a warning, which names the parts, for each source file that changed since the run's previous start."""
+    """Return a warning, which names the parts, for each source (a module or a package) that changed since the run's previous start."""
     changed = {key: (before[key], digest) for key, digest in now.items() if before.get(key, digest) != digest}
     return [
         f"the source of {', '.join(key for key, pair in changed.items() if pair == (old, new))} has changed since the run was last "

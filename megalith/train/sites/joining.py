@@ -1,5 +1,5 @@
-"""Records for joining sites, which get the merged weights from the decider: the decider's record of them, and the weights that a joining
-site has received."""
+"""Records for sites that join and get the merged weights from the decider: on the decider, which sites join; on a joining site, its request
+and the weights that it has received."""
 
 from collections.abc import Collection
 

@@ -384,8 +384,8 @@ class Sites:
         return found
 
     def _eager(self, name: str, own: Tensor | None, counted: Sequence[int]) -> Tensor:
-        """Return this rank's share of an anchor as it would be if only the site's own difference `own` were merged, with the weight that it
-        has in the merge. If `own` is None, the result equals the anchor."""
+        """Return this rank's share of an anchor after an outer step with the site's own difference `own` alone, which has the same weight
+        as in the merge. If `own` is None, the result equals the anchor."""
         anchor, velocity = self.state.anchors[name].clone(), self.state.velocities.get(name)
         if own is not None:
             own = own.to(anchor.device) * (counted[self.site] / sum(counted))

@@ -20,8 +20,7 @@ def difference(anchor: Tensor, weight: Tensor, feedback: Tensor | None) -> Tenso
 
 
 def mean(differences: Sequence[Tensor], shares: Sequence[int]) -> Tensor:
-    """Return the mean of the sites' differences, each weighted by the site's number of samples. The sum is computed in fp32, in the order
-    of the sites' numbers."""
+    """Return the mean of the sites' differences, weighted by `shares`. The sum is computed in fp32, in the order of the sites' numbers."""
     total = differences[0].float() * shares[0]
     for each, share in zip(differences[1:], shares[1:], strict=True):
         total += each * share

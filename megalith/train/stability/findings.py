@@ -76,7 +76,7 @@ class Findings:
     first: str = ""
     """The numbers of the step's first computation, as text."""
     sound: bool | None = None
-    """True if the numbers of the previous step's batch, computed again, rose by less than half as much as in the spike; None if it was not
+    """True if the previous step's batch, computed again, shows less than half of the spike's rise in loss or norm; None if it was not
     computed again."""
     batch_before: str = ""
     """Text with the loss of the previous step's batch in that step, and its loss now."""

@@ -2,8 +2,8 @@
 spike, the healer only records one entry for each step. In the first step of a spike, it makes two recomputations: the loss of the previous
 batch, which distinguishes damaged weights from bad samples, and the step itself, which reveals a computing error. A rewind restores the
 state from a copy in memory or from a checkpoint, and no rank restarts. After a rewind to a copy in memory, the steps since this copy are
-recomputed, to compare their numbers with those of the run. If the run is killed at any point, it restarts from the remaining copies and
-makes the same decisions.
+recomputed where possible, to compare their numbers with those of the run. If the run is killed at any point, it restarts from the remaining
+copies and makes the same decisions.
 """
 
 import math
@@ -187,7 +187,7 @@ class Healer:
     # --- going back ---
 
     def target(self, at_most: int) -> Target | None:
-        """Return the newest good copy of step `at_most` or earlier that all ranks have in memory, or that is in the store."""
+        """Return the newest good copy of step `at_most` or earlier: one that all ranks have in memory, or a checkpoint."""
         in_memory: list[Any] = [None] * self.trainer.groups.world.size()
         mine = (self.memory.steps() if self.memory else set[int](), self.checkpointer.steps() if self._leads else set[int]())
         dist.all_gather_object(in_memory, mine, group=self.trainer.groups.world)
