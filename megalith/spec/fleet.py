@@ -73,7 +73,9 @@ class FleetSpec(Spec):
     hang_floor: PositiveFloat = Field(default=1.0, description="lower limit, in seconds, of the silence that is called a hang")
     node_timeout: PositiveFloat = Field(default=3.0, description="seconds without a heartbeat after which a node counts as lost")
     straggler_factor: PositiveFloat = Field(
-        default=1.5, ge=1.0, description="a rank is slow in a step if it computes this many times as long as the median rank"
+        default=1.5,
+        ge=1.0,
+        description="a rank is slow in a step if it computes this many times as long as usual, relative to the median rank",
     )
     straggler_steps: PositiveInt = Field(
         default=8, description="number of consecutive slow steps after which a rank is called a straggler"
@@ -106,7 +108,9 @@ class FleetSpec(Spec):
         "returns; 0: no such test",
     )
     lemon_faults: PositiveInt = Field(
-        default=3, description="a node with this number of faults within lemon_hours is excluded until it passes a health check"
+        default=3,
+        description="a node with this number of faults within lemon_hours is excluded, if a spare can replace it, until it "
+        "passes a health check",
     )
     lemon_hours: PositiveFloat = Field(default=168.0, description="hours for which a fault counts towards lemon_faults")
     ledger: str | None = Field(

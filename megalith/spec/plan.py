@@ -141,7 +141,7 @@ class RetainSpec(Spec):
     blocks: Place = Field(
         default="device",
         description="device | host | disk: place of the tensors that a block keeps for backward. The tensors of a block are "
-        "fetched during the backward of the block after it",
+        "fetched during the backward of the block that follows it in the model",
     )
     share: PositiveFloat = Field(
         default=1.0,
