@@ -7,10 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalith.cost.predicted import workload_of
+from megalith.cost.segments import decided
 from megalith.prove.dryrun import dryrun
-from megalith.spec.plan import recomputed, segment_size, segments
+from megalith.spec.plan import AUTO, recomputed, segment_size, segments
+from megalith.spec.run import RunSpec
 from megalith.train.step import train_step
-from tests.full import sampled
+from tests.full import only_full, sampled
 from tests.parallel.running import microbatches, trainer_of
 from tests.ranks import run_ranks
 from tests.specs import brief_run, tiny_run
@@ -47,12 +50,14 @@ def test_segments_change_no_bit(name: str) -> None:
             assert all(torch.equal(other[key], plain[key]) for key in plain)
 
 
+def _deep_run(layers: int, policy: str) -> RunSpec:
+    train = {"global_batch": 1, "seq_len": 256}
+    return tiny_run(model={"layers": layers}, plan={"recompute": policy}, train=train, optimizer={"kind": "sgd"})
+
+
 def _step(layers: int, policy: str) -> tuple[int, float]:
     """Return the peak bytes of activations in a step, and the FLOPs of its products."""
-    spec = tiny_run(
-        model={"layers": layers}, plan={"recompute": policy}, train={"global_batch": 1, "seq_len": 256}, optimizer={"kind": "sgd"}
-    )
-    counted = dryrun(spec, rank=0).counted
+    counted = dryrun(_deep_run(layers, policy), rank=0).counted
     return max(moment["activations"] for moment in counted.memory_timeline), counted.work.products
 
 
@@ -77,6 +82,27 @@ def test_a_segment_holds_its_blocks_while_they_run_again_and_inputs_otherwise() 
     assert held[1]["sqrt"] < min(held[1][policy] for policy in policies if policy != "sqrt")
     forward = work[1]["full"] - work[1]["none"]
     assert work[1]["segments:4"] == work[1]["full"] and work[1]["sqrt"] == work[1]["full"] + forward
+
+
+@only_full
+@pytest.mark.slow
+def test_nested_segments_grow_with_the_root_of_the_depth_up_to_256_blocks() -> None:
+    """The peak of a step, backward included, is a + b sqrt(L) with nested segments. Segments of the chosen size never need more than
+    `full`, and take the same FLOPs: 4/3 of the blocks' forward and backward. Nested segments take 5/3."""
+    depths = (16, 64, 256)
+    auto = {layers: decided(workload_of(_deep_run(layers, AUTO))).plan.recompute for layers in depths}
+    steps = {
+        policy: [_step(layers, auto[layers] if policy == AUTO else policy) for layers in depths]
+        for policy in ("none", "full", AUTO, "sqrt")
+    }
+    held = {policy: [peak for peak, _ in found] for policy, found in steps.items()}
+    work = {policy: found[-1][1] - found[0][1] for policy, found in steps.items()}  # of 240 blocks, without the head
+    low, middle, high = held["sqrt"]
+    slope = (high - low) / (math.sqrt(depths[2]) - math.sqrt(depths[0]))
+    assert middle == pytest.approx(low + slope * (math.sqrt(depths[1]) - math.sqrt(depths[0])), rel=0.05)
+    assert all(nested < segments <= full for nested, segments, full in zip(held["sqrt"], held[AUTO], held["full"], strict=True))
+    assert work[AUTO] == work["full"] == pytest.approx(work["none"] * 4 / 3, rel=1e-3)
+    assert work["sqrt"] == pytest.approx(work["none"] * 5 / 3, rel=1e-3)
 
 
 def test_segments_cut_the_blocks_of_a_stage_and_nothing_else() -> None:
