@@ -44,20 +44,19 @@ def activations_are_formed_again(case: Case) -> Found:
     """Recomputing an activation saves memory only if the trainer decides whether the next product keeps the activation's result."""
     plan, parts = case.plan, case.plan.recomputed_parts
     named = [part for part in parts if part.endswith(".activation")]
-    named = [part for part in named if part != EXPERTS_ACTIVATION or not plan.compile]  # experts are not compiled
-    if not named:
-        return
-    other = (
-        "plan.compile = true: compiled code decides what is kept"
-        if plan.compile
-        else f"plan.overlap_tensor = {plan.overlap_tensor}: inputs that are sent in pieces are kept"
-        if plan.overlap_tensor > 1
-        else 'precision.kept = "fp8": the result of the activation is kept in 8 bits'
-        if case.spec.precision.kept != "wide"
-        else ""
+    dense = [
+        part for part in named if part != EXPERTS_ACTIVATION
+    ]  # experts are not compiled, and nothing is sent in pieces for them
+    pieces = f"plan.overlap_tensor = {plan.overlap_tensor}: the product after the activation keeps its input"
+    reasons = (
+        (dense, plan.compile, "plan.compile = true: compiled code decides what is kept"),
+        (dense, plan.overlap_tensor > 1, pieces),
+        (named, case.spec.precision.kept != "wide", 'precision.kept = "fp8": the result of the activation is kept in 8 bits'),
     )
-    if other:
-        yield advice(_key(case, named[0]), parts, f"{named[0]} has no effect with {other}", "Leave it out.")
+    for useless, applies, other in reasons:
+        if useless and applies:
+            yield advice(_key(case, useless[0]), parts, f"{useless[0]} has no effect with {other}", "Leave it out.")
+            return
 
 
 def latents_make_heads_again(case: Case) -> Found:

@@ -46,7 +46,10 @@ Campaign = Annotated[
 ]
 Latencies = Annotated[
     Path | None,
-    typer.Option(metavar="FOLDER", help="Take recovery times from the log of this campaign or run, instead of from --profile."),
+    typer.Option(
+        metavar="FOLDER",
+        help="Take recovery times from the log of this campaign or run, instead of the assumed times of --profile.",
+    ),
 ]
 Days = Annotated[float | None, typer.Option(help="Length of the run. Default: 30.", show_default=False)]
 Seeds = Annotated[int, typer.Option(min=1, help="Number of simulations, each with different faults.")]

@@ -27,16 +27,16 @@ def signs(run: History) -> list[str]:
 
 
 def _tensor(run: History) -> Iterator[str]:
-    """Yield a sign if starts of this run with a larger `plan.tensor` had a lower throughput."""
-    rates: defaultdict[int, list[float]] = defaultdict(list)
+    """Yield a sign if starts of this run with a larger `plan.tensor` had a lower throughput on equally many ranks."""
+    rates: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
     for start, steps in _by_start(run):
         plan = plan_of(start)
         warm = [step.tokens_per_second / start.world for step in steps[2:]]
         if plan and warm:
-            rates[plan.tensor].append(median(warm))
-    known = sorted((tensor, median(values)) for tensor, values in rates.items())
-    for (less, fast), (more, slow) in pairwise(known):
-        if slow < (1 - FALLS) * fast:
+            rates[start.world, plan.tensor].append(median(warm))
+    known = sorted((*place, median(values)) for place, values in rates.items())
+    for (world, less, fast), (same, more, slow) in pairwise(known):
+        if world == same and slow < (1 - FALLS) * fast:
             yield (
                 f"Throughput falls as tensor grows: {count(fast)} tokens/s a rank with tensor {less}, {count(slow)} with {more} "
                 f"({percent(slow / fast - 1)}). Tensor parallelism's collectives cost more time than the split saves: keep tensor ranks "

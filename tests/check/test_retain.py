@@ -80,6 +80,13 @@ def test_parts_that_run_again_are_known_by_either_key():
         assert problem.key == (KEY if KEY in settings[0] else "plan.recompute_parts")
 
 
+def test_the_activation_of_experts_runs_again_where_others_cannot():
+    """`megalith dryrun` shows that it saves memory: products of experts are neither compiled nor sent in pieces."""
+    experts = ["model.preset=deepseek-tiny", "plan.recompute=selective", "plan.recompute_parts=['mlp.experts.activation']"]
+    for other in (["plan.tensor=2", "plan.overlap_tensor=2"], ["plan.compile=true"]):
+        assert not [one for one in found(*experts, *other) if "has no effect with" in one.reason]
+
+
 def test_a_share_counts_blocks_whose_parts_leave():
     assert "plan.retain.share" in advice("plan.retain.share=0.5", parts({"mlp": "keep"}))
     assert "plan.retain.share" not in advice("plan.retain.share=0.5", parts({"mlp": "host"}))

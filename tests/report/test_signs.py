@@ -32,6 +32,12 @@ def test_throughput_that_falls_as_tensor_grows(rate: float, seen: bool):
         assert "with tensor 1, 500 with 4 (-50.0 %)" in found[0]
 
 
+def test_more_tensor_ranks_on_more_ranks_may_be_slower_each():
+    """A run on four ranks is faster than on one, also at half of the tokens a rank: another start on four ranks would have to be faster."""
+    run = told(*generation(Plan(), 0, 1000.0), *generation(Plan(tensor=4), 7, 500.0))
+    assert not [sign for sign in signs(run) if "as tensor grows" in sign]
+
+
 def spans_of(plan: Plan, microbatches: int) -> list[tuple[int, str, float, float]]:
     program = lower(build(plan.schedule, ranks=plan.pipeline, microbatches=microbatches), plan.zero)
     timeline = simulate(program, {"F": 1.0, "B": 2.0})

@@ -33,7 +33,7 @@ def copy_corrupt(state: State, observation: observations.CopyCorrupt, fleet: Fle
 
 def copy_away(state: State, observation: observations.CopyAway, fleet: FleetSpec) -> Decision:
     """Restart later if a copy of the state cannot be read; each wait is as long as the copy has been unreadable so far, but from
-    `fleet.backoff` to `fleet.backoff_limit`. After `fleet.wait_limit`, the copy counts as damaged."""
+    `fleet.backoff` to `fleet.backoff_limit`. After `fleet.wait_limit`, this copy of the run's state counts as damaged."""
     since = observation.time if state.away is None else state.away
     gone = observation.time - since
     state = replace(state, away=since)

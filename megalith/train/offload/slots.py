@@ -1,8 +1,8 @@
 """Chunks of bytes on disk, each in two slots: a write goes to the unused slot, and becomes valid once everything is synced.
 
 So if an update stops halfway or turns out to be wrong, the other slots still hold the complete state from before the update. One file holds
-one slot of every chunk. The file belongs to one process and has no name, so it disappears when the process ends, unless a checkpoint has
-given it a name. A file that a checkpoint holds is never written again; a new file replaces it.
+the first slot of every chunk, another file the second. A file belongs to one process and has no name, so it disappears when the process
+ends, unless a checkpoint has given it a name. A file that a checkpoint holds is never written again; a new file replaces it.
 """
 
 import os

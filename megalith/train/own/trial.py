@@ -29,7 +29,7 @@ def try_rule(kind: str, spec: OptimizerSpec, *, away: bool = False) -> None:
     row = OPTIMIZERS[kind]
     if row.unit == "element" and any(slot.shape != "like" for slot in row.slots):
         raise own.OwnPartError(
-            f'{kind} has a slot for rows or columns, so its unit cannot be "element". Use "tensor" or "matrix"'
+            f'the optimizer {kind} has a slot for each row or column, so its unit cannot be "element". Use "tensor" or "matrix"'
         )
     at_once, anew = _updated(kind, spec, [slice(None)]), _updated(kind, spec, [slice(None)], anew=True)
     if not torch.equal(at_once, anew):

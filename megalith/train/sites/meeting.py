@@ -1,8 +1,9 @@
 """How sites begin a line (a sequence of merges under one decider): from a checkpoint, or from the merge at which some of the sites wait.
 
 A line ends when its decider is lost, or when its remaining sites form no quorum. When a line ends, the sites whose weight differences are
-due keep all of their state and wait at the merge. Of the sites that wait at the latest merge, the one with the lowest number begins a new
-line once a quorum has met. The sites that wait at the latest merge continue from it; all other sites join with these sites' weights.
+due keep all of their state and wait at the merge. Once a quorum has met, the lowest-numbered of the
+sites that wait at the latest merge becomes the decider of a new line of merges. The sites that wait at the latest merge continue from it;
+all other sites join with these sites' weights.
 """
 
 import math
