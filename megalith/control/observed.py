@@ -65,7 +65,7 @@ class GenerationEnd:
 
     def failed(self, failure: Failure) -> TimedObservation:
         """Return the observation of a rank that failed."""
-        slot = self._slot_of(failure.rank or 0)
+        slot = self.placement.index(failure.node) if failure.node in self.placement else self._slot_of(failure.rank or 0)
         step = self._step_of(failure.rank)
         observation = observations.of_failure(failure, time=time.time(), step=step, slot=slot, node=self.placement[slot])
         return TimedObservation(observation, failure.time, self.evidence())

@@ -77,6 +77,8 @@ class Failure:
     status: int = 0
     hardware: bool = False
     process: str = "the fork server"
+    node: str = ""
+    """The node of a process that is no rank; empty: unknown, or the only one."""
 
     @property
     def name(self) -> str:

@@ -249,7 +249,7 @@ class HealthChecked(Observation):
 
 @dataclass(frozen=True, kw_only=True)
 class Ordered(Observation):
-    """A person gives the run an order: to save now, to stop after this step, or to remove a `node`."""
+    """A person gives the run an order: to save now, to stop after this step, or to remove a `node`. A callback can order a stop."""
 
     kind: ClassVar[str] = "ordered"
     what: Literal["save", "stop", "quarantine"]

@@ -176,7 +176,7 @@ class RemoteNodes:
             case {"failure": record}:
                 failure = FAILURE.validate_python(record)
                 if failure.rank is None:
-                    return replace(failure, reason=f"{failure.reason} (on {member.name})")
+                    return replace(failure, reason=f"{failure.reason} (on {member.name})", node=member.name)
                 self._running.discard(failure.rank)
                 return failure
             case {"sign": record}:
@@ -259,10 +259,10 @@ class RemoteNodes:
 
     def unstarted(self) -> Failure:
         asked = [(member, {"unstarted": True}) for member in self._of(set(self._generation.placement))]
-        for answer in self._ask(asked, LOOK_SECONDS):
+        for (member, _), answer in zip(asked, self._ask(asked, LOOK_SECONDS), strict=True):
             if answer is not None:
                 with self._dropping("unstarted"):
-                    return FAILURE.validate_python(answer)
+                    return replace(FAILURE.validate_python(answer), node=member.name)
         reason = f"did not start the ranks within {self._job.start_timeout:g} s, and no agent reported the reason"
         return Failure(None, reason, "", "", self._job.run_dir / "ranks", time.time(), ExitCode.LOST, process="the agents")
 

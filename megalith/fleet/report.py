@@ -46,6 +46,12 @@ def report(observation: Observation, environment: Mapping[str, str] = os.environ
         disk.write_whole(path, text)
 
 
+def report_stop(step: int) -> None:
+    """Report that this rank's code stops the run, if a controller started the rank: a controller resumes ranks that stop unasked."""
+    if REPORTS in os.environ:
+        report(observations.Ordered(time=time.time(), step=step, what="stop"))
+
+
 @contextlib.contextmanager
 def refusing(*errors: type[Exception]) -> Iterator[None]:
     """Report and end this rank if the block raises one of `errors`, which mean that a file does not belong to this run. If

@@ -15,6 +15,7 @@ from megalith.events import EventLog, PhaseBegan, Problem, Skipped, Spans, Step,
 from megalith.fleet import hooks
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.heartbeat import Heartbeat, StepMeasurement
+from megalith.fleet.report import report_stop
 from megalith.spec.noise import SMOOTHED
 from megalith.spec.phases import Phase, Phases
 from megalith.train.assemble import Trainer
@@ -322,8 +323,10 @@ class Loop:
             if self.log:
                 for event in done.outcome.events:
                     self.log.write(event)
-            if self.trainer.callbacks:
-                self._stop_asked |= self.trainer.callbacks.after_step(self._done(done))
+            if self.trainer.callbacks and self.trainer.callbacks.after_step(self._done(done)) and not self._stop_asked:
+                self._stop_asked = True
+                if self.trainer.groups.rank == 0:
+                    report_stop(done.step + 1)
         return any(done.stop for done in settled)
 
     def _done(self, done: StepResult) -> Done:

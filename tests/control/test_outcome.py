@@ -5,9 +5,12 @@ from pathlib import Path
 import pytest
 
 from megalith.control import incidents
+from megalith.control.observed import GenerationEnd
 from megalith.control.outcome import LINE_CHARACTERS, MAX_LINES, Outcome
 from megalith.fleet.causes import Exit, Failure
 from megalith.fleet.exit_codes import ExitCode
+from megalith.fleet.heartbeat import Beat
+from megalith.fleet.observations import RankFailed
 
 TRACEBACK = """Traceback (most recent call last):
   File "/venv/lib/python3.12/site-packages/torch/nn/modules/module.py", line 1, in _call_impl
@@ -126,3 +129,13 @@ def test_the_file_of_an_incident_holds_every_traceback_whole(tmp_path: Path):
 )
 def test_an_end_without_a_failure_says_what_became_of_the_state(code, said):
     assert said in Outcome(code, True, None, (), (), (), None).message()
+
+
+def test_a_dead_fork_server_is_that_of_its_own_node() -> None:
+    """The first node was blamed, and in the end replaced."""
+    failure = Failure(None, "was killed by SIGKILL (on n3)", "", "", Path("log"), 1.0, ExitCode.LOST, node="n3")
+    outcome = Outcome(ExitCode.LOST, False, failure, (), (), (), None)
+    seen = GenerationEnd(outcome, [Beat()] * 8, ("n0", "n1", "n2", "n3"), 8, 5).failed(failure).observation
+    assert isinstance(seen, RankFailed) and (seen.node, seen.slot, seen.rank) == ("n3", 3, None)
+    local = GenerationEnd(outcome, [Beat()] * 8, ("",), 8, 5).failed(replace(failure, node="")).observation
+    assert isinstance(local, RankFailed) and local.node == ""

@@ -22,6 +22,7 @@ from megalith.commands.shared.arguments import RunRequest
 from megalith.commands.shared.runs import check as check_request
 from megalith.data.errors import DataError
 from megalith.events import Problem, RunStarted, Step, of_kind, read
+from megalith.fleet.exit_codes import ExitCode
 from megalith.prove.compare import compare
 from megalith.prove.parity import record, reference, shrink
 from megalith.spec import files
@@ -44,7 +45,7 @@ from tests.keys import GIVEN
 from tests.parallel.running import CPU, microbatches, trainer_of
 from tests.patience import PATIENCE
 from tests.ranks import run_ranks
-from tests.runs import SITE, assert_same_bits, final_state, finish, position, prepare_text, start, train
+from tests.runs import SITE, assert_same_bits, final_state, finish, position, prepare_text, start, train, typed
 from tests.specs import tiny_run
 
 PAGE = Path(__file__).parents[2] / "docs/guide/own_parts.md"
@@ -201,6 +202,28 @@ def test_a_callback_of_one_site_stops_the_sites_and_each_resumes_with_its_own_st
         losses = [step.loss for step in of_kind(read(there[0]), Step)]
         meta = json.loads(find(there[1]).joinpath("manifest.json").read_text())["meta"]
         assert meta["callbacks"] == {f"{__name__}:Limit": losses}
+
+
+ENOUGH = """
+class Enough:
+    def after_step(self, done):
+        return done.step >= 2
+"""
+
+
+@pytest.mark.slow
+def test_a_callback_stops_the_command_that_started_the_ranks(tmp_path: Path) -> None:
+    """The command resumes ranks that stop unasked, so the ranks must tell it."""
+    (tmp_path / "enough.py").write_text(ENOUGH)
+    data = prepare_text(tmp_path)
+    line = [*typed(tmp_path / "run.toml", data, steps=40), str(tmp_path / "run"), "--set", 'train.callbacks=["enough:Enough"]']
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    for starts in (1, 2):
+        ended = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        assert ended.returncode == ExitCode.STOPPED, ended.stderr
+        log = list(read(tmp_path / "run"))
+        assert len(list(of_kind(log, RunStarted))) == starts
+    assert max(step.step for step in of_kind(log, Step)) < 10
 
 
 def test_the_state_of_a_callback_goes_with_a_copy_in_memory() -> None:

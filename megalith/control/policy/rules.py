@@ -89,7 +89,7 @@ def _stop_requested(state: State, observation: observations.StopRequested, fleet
 def _ordered(state: State, observation: observations.Ordered, fleet: FleetSpec) -> Decision:
     """Carry out a person's order. For a save, the ranks stop together and resume, so that all save the same step."""
     if observation.what == "stop":
-        return Decision((EndInOrder(),), state, "a person orders that the run stops after this step")
+        return Decision((EndInOrder(),), state, "a person or a callback orders that the run stops after this step")
     if observation.what == "quarantine":
         return nodes.ordered_out(state, observation, fleet)
     if state.waiting:

@@ -82,8 +82,8 @@ def counted_flops(trainer: Trainer, kept: Path) -> float:
     seq_len = trainer.spec.train.seq_len
     of = hashlib.sha256(f"{seq_len} {trainer.model.model_dump_json()}".encode()).hexdigest()[:12]
     path = kept / f"flops-{of}"
-    if path.exists():
-        return float(path.read_text())
+    if known := _number_in(path):
+        return known
     work = flops_per_token(trainer.model, seq_len)
     if trainer.groups.rank == 0:
         kept.mkdir(exist_ok=True)
@@ -95,7 +95,7 @@ def _measured_peak(trainer: Trainer, kept: Path) -> float:
     """Return the measured peak FLOP/s of all ranks together. The peak is measured at the run's first start and saved, so that restarts do
     not have to measure it again."""
     world, leads = trainer.groups.world, trainer.groups.rank == 0
-    known = float(kept.read_text()) if leads and kept.exists() else 0.0
+    known = _number_in(kept) if leads else 0.0
     rate = torch.tensor(known, dtype=torch.float64)
     dist.broadcast(rate, group=world, group_src=0)  # one rank looks: over a network, others may not see the file yet
     if float(rate):
@@ -106,8 +106,17 @@ def _measured_peak(trainer: Trainer, kept: Path) -> float:
     dist.all_reduce(rate, group=world)
     if leads:
         kept.parent.mkdir(exist_ok=True)
-        kept.write_text(str(float(rate)))
+        with disk.if_available(kept):
+            disk.write_whole(kept, str(float(rate)))
     return float(rate)
+
+
+def _number_in(path: Path) -> float:
+    """Return the number in a file; 0 if there is none, as after a full disk."""
+    try:
+        return float(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return 0.0
 
 
 def matmul_rate(dtype: torch.dtype, device: torch.device, *, seconds: float = 0.25, size: int | None = None) -> float:

@@ -2,13 +2,17 @@
 
 import os
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
 from megalith.spec import cluster
 from megalith.train.measure import peak
-from megalith.train.measure.peak import catalogue_peak, matmul_rate
+from megalith.train.measure.peak import catalogue_peak, matmul_rate, yardstick_of
+from tests.parallel.running import trainer_of
+from tests.ranks import run_ranks
+from tests.specs import tiny_run
 
 V100, H100 = "Tesla V100-SXM2-32GB", "NVIDIA H100 80GB HBM3"
 
@@ -77,3 +81,20 @@ def test_a_processor_that_is_slow_in_a_precision_is_measured_with_small_products
     assert matmul_rate(torch.bfloat16, torch.device("cpu"), seconds=0.25) == pytest.approx(rate)
     assert taken[-1][0] == rows
     assert sum(seconds for _, seconds in taken) < 3 * 0.25
+
+
+def _peaks(rank: int, folder: Path) -> list[float]:
+    """Return the measured peaks of starts with no file of an earlier start, with a file that a full disk cut off, and with a whole file."""
+    trainer, file, found = trainer_of(tiny_run()), folder / "ranks" / "peak-fp32-1", []
+    (folder / "ranks").mkdir()
+    for text in (None, "", "3.5e9"):
+        if text is not None:
+            file.write_text(text)
+        found.append(yardstick_of(trainer, folder).peak or 0.0)
+        assert float(file.read_text()) == found[-1]
+    return found
+
+
+def test_a_file_that_a_full_disk_cut_off_is_written_anew(tmp_path: Path) -> None:
+    first, again, kept = run_ranks(_peaks, 1, tmp_path)[0]
+    assert first > 0 and again > 0 and kept == 3.5e9
