@@ -11,8 +11,7 @@ from megalith.spec.base import AbsentError
 def every_stage_has_a_block(case: Case) -> Found:
     """Every stage has a block, because a stage without a block only passes messages on, unless it has the embedding or the head."""
     layers, stages, blocks = case.plan.layers, case.plan.stages, case.spec.model.layers
-    placed = layers is not None and len(layers) == stages and sum(layers) == blocks
-    if stages > blocks and not placed:
+    if stages > blocks and not (layers and case.plan.places(blocks)):
         reason = f"with chunks = {case.plan.chunks} makes {stages} stages, but the model has {blocks} blocks"
         way_out = f"Use pipeline x chunks <= {blocks}"
         way_out += f", or plan.layers = {[0, *(1,) * blocks, 0]}." if stages == blocks + 2 else "."

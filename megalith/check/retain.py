@@ -148,7 +148,7 @@ def compressed_tiles_lie_inside_shards(case: Case) -> Found:
 
 def kept_tensors_can_leave(case: Case) -> Found:
     """If tensors kept for backward are to be offloaded, at least one is offloaded, and the folder for it is usable."""
-    retain, plan = case.plan.retain, case.plan
+    retain, plan, blocks = case.plan.retain, case.plan, len(case.model.blocks) if case.model else 0
     if not retain.places:
         for name, value, unused in (("share", retain.share, 1.0), ("folder", retain.folder, "")):
             if value != unused:
@@ -158,8 +158,7 @@ def kept_tensors_can_leave(case: Case) -> Found:
     if retain.share < 1 and segmented:
         reason = f"is a share of blocks, but with plan.recompute = {plan.recompute!r} only inputs of segments are kept"
         yield error("plan.retain.share", retain.share, reason, "Use share = 1: the inputs of segments are small.")
-    elif case.model is not None and not plan.retained(len(case.model.blocks)):
-        blocks = len(case.model.blocks)
+    elif blocks and plan.places(blocks) and not plan.retained(blocks):  # wrong plan.layers are another rule's matter
         reason = f"is less than 1 of {blocks} blocks, so nothing leaves the device"
         yield error("plan.retain.share", retain.share, reason, f"Use share >= {-(-1000 // blocks) / 1000:g}.")
     if "disk" not in retain.places and retain.folder:

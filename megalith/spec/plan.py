@@ -309,6 +309,10 @@ class Plan(Spec):
         """
         return _bounds(self.layers, self.stages, blocks)
 
+    def places(self, blocks: int) -> bool:
+        """Return True if `layers`, where set, names every stage and places every block; only then are there `bounds`."""
+        return not self.layers or (len(self.layers) == self.stages and sum(self.layers) == blocks)
+
     def retained(self, blocks: int) -> frozenset[int]:
         """Return the numbers of stages with a block from which tensors leave the device between forward and backward."""
         stages = enumerate(self.bounds(blocks))  # part 0 is the embedding, so block n is part n + 1

@@ -22,6 +22,12 @@ from tests.check.runs import advice, errors, found, is_named, spec
         (["plan.pipeline=8"], "plan.pipeline", "makes 8 stages, but the model has 4 blocks"),
         (["plan.pipeline=2", "plan.layers=[3,2]"], "plan.layers", "places 5 blocks, but the model has 4. Use [2, 2]"),
         (["plan.pipeline=2", "plan.layers=[4]"], "plan.layers", "names 1 stages"),
+        (["plan.pipeline=2", "plan.layers=[1,1]", "plan.retain.blocks=host"], "plan.layers", "places 2 blocks"),
+        (
+            ["plan.pipeline=2", "plan.layers=[1,1]", "cluster=h100:2", "model.preset=llama3-8b", "model.layers=80"],
+            "plan.layers",
+            "places 2 blocks",  # also where the way out of too little memory tries to move activations away
+        ),
         (
             ["plan.pipeline=4", "plan.layers=[2,0,1,1]"],
             "plan.layers",
