@@ -33,6 +33,8 @@ class Case:
     """True if rules may read files on this machine."""
     begun: bool = False
     """True if the run has checkpoints to resume from."""
+    remedies: bool = True
+    """True if a problem of memory names the cheapest change with which the run fits: the search for it checks many other runs."""
 
     @property
     def plan(self) -> Plan:

@@ -49,7 +49,9 @@ def state_fits(case: Case) -> Found:
         reason = (
             f"keeps at least {format_bytes(held)} of weights, gradients and moments a rank, but {name} has {format_bytes(memory)}"
         )
-        way_out = cheapest(case.spec, lambda changed: rank_bytes(replace(case, spec=changed)) <= ROOM * memory)
+        way_out = (
+            cheapest(case.spec, lambda changed: rank_bytes(replace(case, spec=changed)) <= ROOM * memory) if case.remedies else ""
+        )
         data = "plan.data" if case.plan.zero else "plan.data with plan.zero = 3"
         axes = f"plan.tensor, plan.pipeline or {data}"
         or_raise = "Or raise" if way_out else "No combination of ZeRO, recomputation, fewer bits and offloading is enough. Raise"

@@ -87,15 +87,19 @@ def _elsewhere() -> Iterator[Change]:
 
 def cheapest(spec: RunSpec, fits: Callable[[RunSpec], bool], *, host: bool = True) -> str:
     """Return, as a sentence, the cheapest change with which the run fits and passes `megalith check`; empty if there is none. `host`:
-    False if the host's memory is too small, so that changes must not use it."""
+    False if the host's memory is too small, so that changes must not use it. Errors that the run has anyway refuse no change."""
     from megalith.check.rules import check  # whose rules ask for this
 
+    before = {(problem.key, problem.reason) for problem in check(spec, files=False, remedies=False)}
     for some in sorted(product(*changes(spec)), key=lambda some: (sum(one.cost for one in some), len(some))):
         values = {key: value for one in some for key, value in one.values.items()}
         if not values or (not host and "host" in values.values()):
             continue
         changed = changed_by(spec, values)
-        if fits(changed) and not any(_concerns(problem) for problem in check(changed, files=False)):
+        if not fits(changed):
+            continue
+        caused = (one for one in check(changed, files=False, remedies=False) if (one.key, one.reason) not in before)
+        if not any(_concerns(problem) for problem in caused):
             return _sentence(values)
     return ""
 

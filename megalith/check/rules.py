@@ -52,14 +52,16 @@ def check(
     files: bool = True,
     begun: bool = False,
     provenance: Mapping[str, str] | None = None,
+    remedies: bool = True,
 ) -> list[Problem]:
     """Return every problem of a run, errors first. An empty list means that the run can start and follows common practice.
 
     `world` is the number of ranks that were started, if known. With `files=False` no rule reads files. A run that has `begun` resumes
-    from its own checkpoints. `provenance` (from `spec.files`) names the source of each value. If the spec lacks values
-    (`spec.files.read`), each rule reports only the problems that it finds without the missing values.
+    from its own checkpoints. `provenance` (from `spec.files`) names the source of each value. With `remedies=False` no rule searches for
+    changes with which the run fits. If the spec lacks values (`spec.files.read`), each rule reports only the problems that it finds
+    without the missing values.
     """
-    case = Case(spec, world, files, begun)
+    case = Case(spec, world, files, begun, remedies)
     found = found_by(case)
     found += _of_later_phases(case, found)
     origins = provenance or {}
@@ -138,7 +140,7 @@ def fallback_can_be_run(case: Case) -> Found:
         yield error("fleet.fallback", needed, reason, f"Use a plan of {each} to {ranks - each} ranks, a multiple of {each}.")
     alone = spec.model_copy(update={"fallback": None, "nodes": max(1, needed // each)})
     run = during(case.spec, Phases.of(case.spec).all[0])  # later phases have their turn
-    yield from _under(run, {"plan": spec.fallback, "fleet": alone}, "fleet.fallback")
+    yield from _under(run, {"plan": spec.fallback, "fleet": alone}, "fleet.fallback", remedies=case.remedies)
 
 
 def each_site_can_train(case: Case) -> Found:
@@ -157,7 +159,7 @@ def each_site_can_train(case: Case) -> Found:
         fleet = run.fleet.model_copy(update={"nodes": 1})  # another site has other machines
         here = within(run.model_copy(update={"sites": table.model_copy(update={"site": number})}))
         changes = {"cluster": cluster, "plan": plan, "fleet": fleet, "train": here.train, "sites": None}
-        yield from _under(run, changes, f"sites.each.{number}.plan")
+        yield from _under(run, changes, f"sites.each.{number}.plan", remedies=case.remedies)
         yield from other_sets(case.spec, plan, f"sites.each.{number}.plan")
         beside = replace(case, spec=case.spec.model_copy(update={"plan": plan}))
         for problem in sites.sites_stay_together(beside):
@@ -165,10 +167,10 @@ def each_site_can_train(case: Case) -> Found:
                 yield replace(problem, key=f"sites.each.{number}.{problem.key}")
 
 
-def _under(run: RunSpec, changes: Mapping[str, Any], name: str) -> Found:
+def _under(run: RunSpec, changes: Mapping[str, Any], name: str, *, remedies: bool) -> Found:
     """Yield the errors that a run has under another plan but not under its own. `changes`: the other plan, which the run file
     calls `name`, and the values that belong to it."""
-    for problem in check(run.model_copy(update=changes), files=False):
+    for problem in check(run.model_copy(update=changes), files=False, remedies=remedies):
         if problem.severity == "error" and problem.key.partition(".")[0] == "plan":
             yield replace(problem, key=f"{name}{problem.key.removeprefix('plan')}")
         elif problem.severity == "error" and problem.key in SET_BY_PHASES and problem.reason not in _reasons(run):
@@ -179,7 +181,7 @@ def _reasons(run: RunSpec) -> set[str]:
     """Return the reasons of all problems of a run under its own plan."""
     fleet, sites = run.fleet.model_copy(update={"fallback": None}), run.sites
     alone = run.model_copy(update={"fleet": fleet, "sites": sites and sites.model_copy(update={"each": ()})})
-    return {problem.reason for problem in check(alone, files=False)}
+    return {problem.reason for problem in check(alone, files=False, remedies=False)}
 
 
 RULES: tuple[Rule, ...] = (

@@ -190,6 +190,17 @@ def test_activations_leave_the_device_where_nothing_cheaper_is_enough():
     assert (long, longer) == ('plan.recompute="sqrt"', 'plan.retain.blocks="host"')
 
 
+@pytest.mark.parametrize(
+    "other", [["train.steps=3", "optimizer.warmup=10"], ['plan.recompute_parts=["mlp.foo"]'], ["plan.layers=[3]"]]
+)
+def test_an_error_that_no_change_caused_refuses_no_change(other: list[str]):
+    alone, beside = (
+        next(problem.way_out for problem in errors(*TOO_LARGE["one device"], *more) if problem.key == "plan.zero")
+        for more in ([], other)
+    )
+    assert beside == alone and _named(alone)
+
+
 def test_a_change_that_costs_nothing_is_preferred():
     (problem,) = [problem for problem in errors(*TOO_LARGE["copies"]) if problem.key == "plan.zero"]
     assert _named(problem.way_out) in (["plan.zero=1"], ["plan.zero=2"], ["plan.zero=3"])
