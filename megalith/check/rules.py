@@ -99,7 +99,17 @@ def _problems(rule: Rule, case: Case) -> Found:
 
 
 OF_A_PHASE = frozenset(
-    ("model", "mesh", "pipeline", "memory", "fallback_can_be_run", "weighted_domains_exist", "weighted_domains_have_text")
+    (
+        "model",
+        "mesh",
+        "pipeline",
+        "memory",
+        "tiles_lie_inside_sequences",
+        "fallback_can_be_run",
+        "each_site_can_train",
+        "weighted_domains_exist",
+        "weighted_domains_have_text",
+    )
 )
 """Subjects and single rules that check one step, and therefore apply to each phase. The other rules concern a whole run."""
 

@@ -23,6 +23,20 @@ def test_the_sequences_of_every_phase_fit_the_plan():
     assert (found.key, found.value) == ("data.phases[0].seq_len", 66)
 
 
+def test_the_sequences_of_every_phase_are_whole_tiles():
+    run = ("train.precision=nvfp4", "train.seq_len=64")
+    assert errors(*run, "data.phases=[{ begin = 80, seq_len = 48 }]") == []
+    (found,) = errors(*run, "data.phases=[{ begin = 80, seq_len = 40 }]")
+    assert (found.key, found.value) == ("data.phases[0].seq_len", 40) and "of a tile's 16 tokens" in found.reason
+
+
+def test_the_sequences_of_every_phase_fit_the_plan_of_every_site():
+    run = ("sites.each=[{ share = 1 }, { plan = { context = 2 }, share = 1 }]", "train.seq_len=32")
+    assert errors(*run, "data.phases=[{ begin = 80, seq_len = 36 }]") == []
+    (found,) = errors(*run, "data.phases=[{ begin = 80, seq_len = 34 }]")
+    assert (found.key, found.value) == ("data.phases[0].seq_len", 34) and found.reason.endswith("in sites.each.1.plan")
+
+
 def test_the_fallback_takes_the_batch_of_every_phase():
     run = ("plan.data=4", "fleet.nodes=4", "train.global_batch=12", "fleet.fallback.data=3")
     assert errors(*run) == []
