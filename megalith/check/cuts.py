@@ -1,12 +1,13 @@
 """Channels that a plan splits among ranks, and tiles that lie across two ranks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from math import gcd
 from typing import NamedTuple
 
 from megalith.check.case import Case, Found, error
 from megalith.spec.model import AttentionSpec, BlockSpec, LatentAttentionSpec, MlpSpec, MoeSpec
 from megalith.spec.sizes import own_tensors
+from megalith.spec.toml import literal
 
 Cuts = Iterator[tuple[tuple[str, ...], int, int]]
 
@@ -66,31 +67,34 @@ def _mlp(block: BlockSpec, tensor: int) -> Cuts:
         yield ("mlp.shared.gate", "mlp.shared.up", "mlp.shared.down"), block.mlp.shared, block.mlp.shared // tensor
 
 
+def _stay_wide(case: Case, layers: Iterable[str]) -> str:
+    """Return the setting with which these layers have no tiles."""
+    return f"precision.wide = {literal([*case.spec.precision.wide, *(f'*.{layer}' for layer in layers)])}"
+
+
 def tiles_across_ranks(
     case: Case,
     tile: int,
-    layer_of: Callable[[int, BlockSpec, Cut], str | None],
+    layers_of: Callable[[int, BlockSpec, Cut], Iterable[str]],
     *,
     channels: str,
-    other_way: str = 'precision.wide = ["*.{}"]',
+    other_way: Callable[[Case, Iterable[str]], str] = _stay_wide,
 ) -> Found:
     """Yield an error for each kind of cut that leaves a rank a number of channels that is not a multiple of `tile` (0: no tiles).
-    `layer_of` returns, for a block's number, the block and a cut, the name of a layer whose tiles this cut may cross, or None.
-    `channels`: description of the channels, with {} for the layer's name; `other_way`: the last of the remedies that the error suggests,
-    also with {} for the layer's name."""
-    seen = set[Cut]()
+    `layers_of` returns, for a block's number, the block and a cut, the names of the layers whose tiles this cut crosses. `channels`:
+    description of the channels, with {} for a layer's name; `other_way`: the last of the remedies that the error suggests, for layers."""
+    crossed = dict[Cut, dict[str, int]]()  # the layers of each cut, with the number of their first block
     for number, block in enumerate(case.model.blocks if case.model and tile else ()):
-        for cut in cuts_of(block, case):
-            layer = None if cut.share % tile == 0 or cut in seen else layer_of(number, block, cut)
-            if layer is None:
-                continue
-            seen.add(cut)
-            ranks, common = getattr(case.plan, cut.axis), gcd(cut.share, tile)
-            reason = (
-                f"leaves a rank {cut.share} of the {cut.channels} channels {channels.format(f'blocks.{number}.{layer}')}, "
-                f"not a multiple of a tile's {tile} channels: two ranks would share a scale"
-            )
-            fits = max((n for n in range(2, ranks) if cut.channels % (n * tile) == 0), default=1)
-            tiles = f"precision.tile = {common}" if common > 1 else "other sizes"
-            way_out = f"Use {cut.axis} = {fits}, {tiles}, or {other_way.format(layer)}."
-            yield error(f"plan.{cut.axis}", ranks, reason, way_out)
+        for cut in (cut for cut in cuts_of(block, case) if cut.share % tile):
+            for layer in layers_of(number, block, cut):
+                crossed.setdefault(cut, {}).setdefault(layer, number)
+    for cut, layers in crossed.items():
+        ranks, common, (layer, number) = getattr(case.plan, cut.axis), gcd(cut.share, tile), next(iter(layers.items()))
+        reason = (
+            f"leaves a rank {cut.share} of the {cut.channels} channels {channels.format(f'blocks.{number}.{layer}')}, "
+            f"not a multiple of a tile's {tile} channels: two ranks would share a scale"
+        )
+        # heads and other sizes that `ranks` divides are divided by its divisors too
+        fits = max((n for n in range(2, ranks) if ranks % n == 0 and cut.channels % (n * tile) == 0), default=1)
+        tiles = f"precision.tile = {common}" if common > 1 else "other sizes"
+        yield error(f"plan.{cut.axis}", ranks, reason, f"Use {cut.axis} = {fits}, {tiles}, or {other_way(case, layers)}.")

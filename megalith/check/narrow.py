@@ -18,10 +18,10 @@ def tiles_lie_inside_shards(case: Case) -> Found:
     """Tiles lie inside one rank's share: only then is the share rounded to the same numbers as in the whole tensor."""
     choices, blocks = case.spec.precision, len(case.model.blocks) if case.model else 0
 
-    def layer_of(number: int, block: BlockSpec, cut: Cut) -> str | None:
-        return next((n for n in cut.layers if not stays_wide(f"blocks.{number}.{n}", blocks=blocks, choices=choices)), None)
+    def layers_of(number: int, block: BlockSpec, cut: Cut) -> Iterator[str]:
+        return (each for each in cut.layers if not stays_wide(f"blocks.{number}.{each}", blocks=blocks, choices=choices))
 
-    yield from tiles_across_ranks(case, tile_of(choices, case.spec.train.precision), layer_of, channels="of {}")
+    yield from tiles_across_ranks(case, tile_of(choices, case.spec.train.precision), layers_of, channels="of {}")
 
 
 def tiles_lie_inside_sequences(case: Case) -> Found:

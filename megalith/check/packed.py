@@ -1,6 +1,6 @@
 """Rules about bf16 products that keep their inputs for backward in 8 bits."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from megalith.check.case import Case, Found, advice, error
 from megalith.check.cuts import Cut, tiles_across_ranks
@@ -19,12 +19,12 @@ def packed_tiles_lie_inside_shards(case: Case) -> Found:
     """Tiles lie inside one rank's channels: only then does a rank keep the same numbers as a single process."""
     choices, blocks = case.spec.precision, len(case.model.blocks) if case.model else 0
 
-    def layer_of(number: int, block: BlockSpec, cut: Cut) -> str | None:
-        layers = [each for each in cut.layers if is_packed(f"blocks.{number}.{each}", blocks=blocks, choices=choices)]
-        return next((each for each in reversed(layers) if each.endswith(INPUTS) or each in _own_inputs(block, case)), None)
+    def layers_of(number: int, block: BlockSpec, cut: Cut) -> Iterator[str]:
+        layers = (each for each in cut.layers if is_packed(f"blocks.{number}.{each}", blocks=blocks, choices=choices))
+        return (each for each in layers if each.endswith(INPUTS) or each in _own_inputs(block, case))
 
     tile = packed_tile(choices, case.spec.train.precision)
-    yield from tiles_across_ranks(case, tile, layer_of, channels="that {} keeps in fp8")
+    yield from tiles_across_ranks(case, tile, layers_of, channels="that {} keeps in fp8")
 
 
 def _own_inputs(block: BlockSpec, case: Case) -> Collection[str]:

@@ -1,6 +1,7 @@
 """Rules about the tensors that blocks keep for their backward, and the actions for parts of blocks."""
 
 import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from megalith.check.case import Case, Found, advice, error
@@ -134,15 +135,17 @@ def compressed_tiles_lie_inside_shards(case: Case) -> Found:
     """A rank keeps the same rounded numbers as one process only if no tile contains channels of two ranks."""
     actions = case.plan.rounding
 
-    def layer_of(number: int, block: BlockSpec, cut: Cut) -> str | None:
+    def layers_of(number: int, block: BlockSpec, cut: Cut) -> Iterator[str]:
         split = [each for each in cut.layers if each.endswith(INPUTS) and each != "attention.out"]
         names = ((each, EXPERTS_ACTIVATION if each == "mlp.experts" else each) for each in split)
-        return next((each for each, name in names if compresses(actions, name)), None)
+        return (each for each, name in names if compresses(actions, name))
+
+    def other_way(case: Case, layers: Iterable[str]) -> str:
+        return f'plan.retain.parts without "compress" for the tensors kept by {" and ".join(layers)}'
 
     if actions:
-        other_way = 'plan.retain.parts without "compress" for the tensors that {} keeps'
         yield from tiles_across_ranks(
-            case, kept_tile(case.spec.precision), layer_of, channels="that {} keeps in 8 bits", other_way=other_way
+            case, kept_tile(case.spec.precision), layers_of, channels="that {} keeps in 8 bits", other_way=other_way
         )
 
 

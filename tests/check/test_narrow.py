@@ -1,5 +1,7 @@
 """Narrow precisions: tiles inside shards, and choices with an effect."""
 
+import re
+
 import pytest
 
 from tests.check.runs import HYBRID, advice, errors, found
@@ -34,12 +36,23 @@ def test_what_a_tile_would_lie_across_is_refused(settings: tuple[str, ...], key:
 def test_each_way_out_is_one() -> None:
     said = reasons(*FP8, "plan.tensor=8")["plan.tensor"]
     assert "leaves a rank 64 of the 512 channels of blocks.1.attention.k, not a multiple of a tile's 128" in said
-    assert 'Use tensor = 4, precision.tile = 64, or precision.wide = ["*.attention.k"].' in said
+    assert 'Use tensor = 4, precision.tile = 64, or precision.wide = ["*.attention.k", "*.attention.v"].' in said
     assert not errors(*FP8, "plan.tensor=8", "precision.tile=64")
     assert not errors(*FP8, "plan.tensor=8", 'precision.wide=["*.attention.k", "*.attention.v"]')
     assert "plan.tensor" not in reasons("train.precision=mxfp8", *FP8[1:], "plan.tensor=8")
     assert "Use seq_len = 4224, say" in reasons(*FP8, "train.seq_len=4160")["train.seq_len"]
     assert not errors(*FP8, "train.seq_len=4160", "precision.weight_gradient=wide")
+
+
+@pytest.mark.parametrize("wide", [(), ('precision.wide=["*.mlp.up"]',)])
+def test_each_way_out_of_uneven_tiles_is_one(wide: tuple[str, ...]) -> None:
+    """13,824 channels are 108 tiles, which six ranks could share, but six ranks do not divide 40 heads."""
+    asked = ("train.precision=fp8", "model.preset=llama2-13b", "train.seq_len=4096", "plan.tensor=8", *wide)
+    (problem,) = errors(*asked)
+    found = re.fullmatch(r"Use tensor = (\d+), (precision.tile = \d+), or (precision.wide = .+)\.", problem.way_out)
+    assert found is not None and found[1] == "4"
+    for way_out in (f"plan.tensor={found[1]}", found[2].replace(" = ", "="), found[3].replace(" = ", "=")):
+        assert not errors(*asked, way_out)
 
 
 def test_experts_are_cut_by_their_own_axis() -> None:
