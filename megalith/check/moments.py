@@ -1,6 +1,6 @@
 """Rules about moments and master weights in few bits: blocks lie inside shards, and the settings have an effect."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import gcd
 from typing import NamedTuple
 
@@ -9,13 +9,14 @@ from megalith.mesh import Mesh
 from megalith.spec.model import ModelSpec
 from megalith.spec.numbers import PRECISIONS
 from megalith.spec.optimizers import OPTIMIZERS
+from megalith.spec.parts import Cut
 from megalith.spec.plan import Plan
 from megalith.spec.run import OptimizerSpec
-from megalith.spec.sizes import Parameter, model_parameters
+from megalith.spec.sizes import Parameter, model_parameters, own_tensors
 from megalith.spec.treatment import kinds, takes_small_moments, treatment
 
 INPUTS = ("attention.out.weight", "mamba.out.weight", "mlp.down.weight", "mlp.shared.down.weight")
-"""Ends of the names of matrices whose last dimension, the inputs, tensor ranks split."""
+"""Ends of the names of Megalith's own matrices whose last dimension, the inputs, tensor ranks split."""
 
 
 class Crossing(NamedTuple):
@@ -36,9 +37,9 @@ def crossings(model: ModelSpec, plan: Plan, optimizer: OptimizerSpec) -> Iterato
     """Yield the parameters with a block of moments that would lie on two ranks."""
     if optimizer.moments != "fp8":
         return
-    shards = max(1, Mesh.of(plan).experts[2])
+    shards, declared = max(1, Mesh.of(plan).experts[2]), _declared(model)
     for each in model_parameters(model).values():
-        axis, ranks = _cut(each, plan, shards)
+        axis, ranks = _cut(each, plan, shards, declared)
         if ranks == 1 or not takes_small_moments(each, optimizer):
             continue
         share = -(-each.shape[-1] // ranks)
@@ -47,12 +48,26 @@ def crossings(model: ModelSpec, plan: Plan, optimizer: OptimizerSpec) -> Iterato
             yield Crossing(each.name, axis, ranks, each.shape[-1], share)
 
 
-def _cut(parameter: Parameter, plan: Plan, shards: int) -> tuple[str, int]:
+def _declared(model: ModelSpec) -> dict[str, Cut | None]:
+    """Return how tensor ranks cut each parameter of a user's own attention or MLP."""
+    blocks, ahead = {f"blocks.{number}": block for number, block in enumerate(model.blocks)}, model.head.ahead
+    blocks |= {f"head.ahead.{depth}.block": ahead.block for depth in range(ahead.depth)} if ahead else {}
+    return {
+        f"{name}.{half}.{each.name}": each.cut
+        for name, block in blocks.items()
+        for half, tensors in own_tensors(block, model.dim).items()
+        for each in tensors
+    }
+
+
+def _cut(parameter: Parameter, plan: Plan, shards: int, declared: Mapping[str, Cut | None]) -> tuple[str, int]:
     """Return the axis that cuts a parameter's last dimension, and the number of parts. `shards`: the number of ZeRO shards of
     experts."""
     if parameter.role == "experts":  # inputs of the way up are cut by ZeRO, those of the way down by `expert_tensor`
         return ("expert_tensor", plan.expert_tensor) if parameter.name.endswith("experts.down") else ("data", shards)
-    return "tensor", plan.tensor if parameter.name.endswith(INPUTS) else 1
+    name = parameter.name
+    of_inputs = declared[name] == "inputs" if name in declared else name.endswith(INPUTS)
+    return "tensor", plan.tensor if of_inputs else 1
 
 
 def blocks_lie_inside_shards(case: Case) -> Found:

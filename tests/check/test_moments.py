@@ -3,6 +3,8 @@
 import pytest
 
 from megalith.check import check_resume
+from megalith.spec.model import MlpSpec
+from megalith.spec.parts import PARTS, Cut, ModelPart, Tensor
 from megalith.spec.treatment import treatments
 from tests.check.runs import advice, errors, found, spec
 
@@ -40,6 +42,20 @@ def test_what_a_block_would_lie_across_is_refused(settings: tuple[str, ...], key
     assert said in problem.reason and 'optimizer.moments = "bf16".' in problem.way_out
     block = problem.way_out.removeprefix("Use optimizer.moment_block = ").partition(",")[0]
     assert key not in {problem.key for problem in errors(*settings, f"optimizer.moment_block={block}")}
+
+
+@pytest.mark.parametrize(("cut", "last", "refused"), [("inputs", "back", True), (None, "down", False)])
+def test_matrices_of_a_users_own_mlp_are_cut_as_declared(
+    monkeypatch: pytest.MonkeyPatch, cut: Cut | None, last: str, refused: bool
+) -> None:
+    """Their names say nothing."""
+
+    def tensors(dim: int, mlp: MlpSpec) -> list[Tensor]:
+        return [Tensor("up.weight", (mlp.hidden, dim), cut and "outputs"), Tensor(f"{last}.weight", (dim, mlp.hidden), cut)]
+
+    monkeypatch.setitem(PARTS, f"mine:{last}", ModelPart("mlp", "mine:Part", tensors))
+    said = [problem.reason for problem in errors(*FP8, "plan.tensor=2", "model.ffn=8000", f"model.mlp=mine:{last}")]
+    assert ["in a row of blocks.0.mlp.back.weight" in reason for reason in said] == [True] * refused
 
 
 def test_a_choice_that_changes_nothing_is_named() -> None:
