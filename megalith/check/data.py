@@ -73,7 +73,7 @@ def vocabulary_covers_the_tokens(case: Case) -> Found:
         reason = f"is smaller than the data's vocabulary of {tokens} tokens"
         unit = 1
         with suppress(AbsentError):  # a plan with a faulty value does not keep the vocabulary from being too small
-            unit = case.plan.tensor * case.plan.dp_shard
+            unit = case.plan.tensor * max(1, case.plan.dp_shard)  # dp_shard is 0 if the plan asks for more copies than ranks
         yield error("model.vocab", vocab, reason, f"Use {next_multiple(tokens, unit)}, or data made with a smaller tokenizer.")
 
 

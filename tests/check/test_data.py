@@ -94,6 +94,11 @@ def test_the_run_must_fit_the_data(data: Path, settings: list[str], key: str, sa
     assert said in str(problems[key])
 
 
+def test_a_vocabulary_is_checked_under_a_plan_of_more_copies_than_ranks(data: Path):
+    found = keys("model.vocab=900", "plan.data=2", "plan.replicate=4")
+    assert {"model.vocab", "plan.replicate"} <= set(found)
+
+
 @pytest.mark.parametrize(("held", "severity"), [(1, "error"), (2, "advice"), (2047, "advice"), (2048, None)])
 def test_validation_needs_a_held_out_token_and_the_next(
     held: int, severity: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
