@@ -170,7 +170,8 @@ def each_site_can_train(case: Case) -> Found:
         here = within(run.model_copy(update={"sites": table.model_copy(update={"site": number})}))
         changes = {"cluster": cluster, "plan": plan, "fleet": fleet, "train": here.train, "sites": None}
         yield from _under(run, changes, f"sites.each.{number}.plan", remedies=case.remedies)
-        yield from other_sets(case.spec, plan, f"sites.each.{number}.plan")
+        if case.model is not None:
+            yield from other_sets(case.spec, plan, f"sites.each.{number}.plan")
         beside = replace(case, spec=case.spec.model_copy(update={"plan": plan}))
         for problem in sites.sites_stay_together(beside):
             if problem.key.startswith("plan."):

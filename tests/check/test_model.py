@@ -12,6 +12,11 @@ from tests.check.runs import HYBRID, advice, errors, is_named
         (["model.kv_heads=3"], "model.kv_heads", "does not divide model.heads = 8"),
         (["model.head_dim=15"], "model.head_dim", "rotary"),
         (["model.heads=256", "model.kv_heads=256"], "model.heads", "does not divide model.dim"),
+        (
+            ["model.heads=64", "model.dim=32", "sites.each=[{}, { plan = { data = 2 } }]"],
+            "model.heads",
+            "does not divide model.dim",
+        ),
     ],
 )
 def test_an_illegal_value_is_named_with_its_reason_and_a_way_out(settings: list[str], key: str, said: str):
