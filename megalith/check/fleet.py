@@ -91,8 +91,14 @@ def updates_can_be_repeated(case: Case) -> Found:
 
 def disk_takes_copies(case: Case) -> Found:
     """Copies of the state on a node's disk are written from copies in memory, and need a writable folder."""
-    fleet = case.spec.fleet
+    fleet, sites = case.spec.fleet, case.spec.sites is not None
     if not (fleet.recover and fleet.disk_every):
+        return
+    if sites or case.plan.state.optimizer == "disk":
+        kind = "sites" if sites else "state on disk"
+        reason = f"has no effect: copies on disk are written from copies in memory, and runs with {kind} keep no copies in memory"
+        way_out = "Use fleet.disk_every = 0: after a fault the run resumes from its newest checkpoint."
+        yield advice("fleet.disk_every", fleet.disk_every, reason, way_out)
         return
     if not fleet.memory_every:
         reason = "writes the copies in memory to disk, but fleet.memory_every = 0 makes no copies in memory"

@@ -58,6 +58,14 @@ def test_copies_on_disk_need_a_folder_and_copies_in_memory(data: Path, tmp_path:
     assert (found.key, found.way_out) == ("fleet.disk_every", "For example, use fleet.memory_every = 8.")
 
 
+@pytest.mark.parametrize("kept", [(), ("fleet.memory_every=0",)])
+@pytest.mark.parametrize("settings", [("sites.count=2", "sites.inner_steps=5"), ("plan.state.optimizer=disk",)])
+def test_copies_on_disk_have_no_effect_without_copies_in_memory(settings: tuple[str, ...], kept: tuple[str, ...]):
+    (problem,) = (one for one in found(*settings, *kept, "fleet.disk_every=5") if one.key == "fleet.disk_every")
+    assert problem.severity == "advice" and "no copies in memory" in problem.reason and "fleet.disk_every = 0" in problem.way_out
+    assert "fleet.disk_every" not in advice(*settings, *kept)
+
+
 def test_the_plan_that_a_run_falls_back_on_keeps_them_too():
     mixtral = ["model.preset=mixtral-8x7b", "plan.data=4", "fleet.fallback.data=2"]
     assert [p.key for p in errors(*mixtral)] == ["fleet.fallback.data"]
