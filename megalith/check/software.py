@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import shutil
 from contextlib import suppress
 from importlib.metadata import version
@@ -23,6 +22,9 @@ VOLTA = 7.0
 """Compute capability of a V100. From PyTorch 2.11 on, only the builds for CUDA 12.6 have kernels for the V100
 (pytorch/pytorch RELEASE.md, "PyTorch CUDA Support Matrix"); CUDA 13 supports compute capability 7.5 and above."""
 VOLTA_CUDA = (12, 6)
+SHELL = frozenset((".", ":", "case", "cd", "command", "eval", "exec", "exit", "export", "for", "if", "read", "readonly", "set", "shift",
+                   "trap", "ulimit", "umask", "unset", "until", "wait", "while"))  # fmt: skip
+"""First words of a command that the shell itself executes."""
 
 
 def torch_has_the_kernels(case: Case) -> Found:
@@ -128,9 +130,7 @@ def alerts_can_be_sent(case: Case) -> Found:
                 f"{error_} on this machine",
                 "Set the environment variable on the machine that starts the run.",
             )
-    if case.files and alerts.run:
-        with suppress(ValueError):  # quotes that do not end: the shell says it
-            program = (shlex.split(alerts.run) or [""])[0]
-            if program and program.isprintable() and "=" not in program and shutil.which(program) is None:
-                way_out = "Install the program, or give its full path."
-                yield advice("alerts.run", alerts.run, f"this machine has no program {program}", way_out)
+    program = re.match(r"\s*([\w./+-]+)(?=\s|$)", alerts.run or "")  # a plain word: the shell may change any other one
+    if case.files and program and program[1] not in SHELL and shutil.which(program[1]) is None:
+        way_out = "Install the program, or give its full path."
+        yield advice("alerts.run", alerts.run, f"this machine has no program {program[1]}", way_out)

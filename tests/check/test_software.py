@@ -7,6 +7,7 @@ import torch
 
 from megalith.check import check
 from megalith.check.software import cuda_of_torch
+from megalith.spec.alerts import AlertsSpec
 from tests.check.runs import errors, spec
 
 
@@ -49,3 +50,28 @@ def test_alerts_that_could_not_be_sent(monkeypatch: pytest.MonkeyPatch):
     assert (problem.key, problem.severity) == ("alerts.post", "advice") and "CHAT" in problem.reason
     monkeypatch.setenv("CHAT", "https://example.org/hook")
     assert not [p for p in check(spec(*asked)) if p.key.startswith("alerts")]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "~/bin/notify",
+        "$HOME/bin/notify --x",
+        "cat>>/tmp/a",
+        "cat|tee /tmp/q",
+        "cat; true",
+        "cd /tmp && cat",
+        "(cat; echo) >> a",
+        "{ cat; } > a",
+        ". ./env.sh && cat",
+        "exec cat",
+        "if true; then cat; fi",
+        "read x; cat",
+        "A=1 cat",
+        "'",
+        "\ncat\n",
+    ],
+)
+def test_words_that_the_shell_interprets_are_no_missing_programs(command: str):
+    run = spec().model_copy(update={"alerts": AlertsSpec(run=command)})
+    assert not [p for p in check(run) if p.key == "alerts.run"]
