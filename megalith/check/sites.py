@@ -1,5 +1,6 @@
 """Rules about sites that train separately and merge their weights."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -17,6 +18,7 @@ from megalith.spec.sites import EVERY_STEP, FULL, SitesSpec
 
 LONGEST_NAME = 40
 """Largest number of characters of a site's name, which appears in tables and sentences."""
+MOST_PORT = 65535
 
 
 def merges_fit_the_round(case: Case) -> Found:
@@ -193,7 +195,7 @@ def guards_repeat_no_exchange(case: Case) -> Found:
 
 
 def addresses_are_each_sites(case: Case) -> Found:
-    """Either every site has an address with a port, or no site has one."""
+    """Either every site has an address of its own with a port, or no site has one."""
     sites = case.spec.sites
     if sites is None:
         return
@@ -207,9 +209,15 @@ def addresses_are_each_sites(case: Case) -> Found:
         )
     for address in sites.addresses:
         host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal():
-            reason = f"has {address}, but each address must be HOST:PORT: a site's first machine listens at a port"
+        if not host or not port.isdecimal() or not 0 < int(port) <= MOST_PORT:
+            reason = (
+                f"has {address}, but each address must be HOST:PORT, with a port from 1 to {MOST_PORT}: a site's first machine "
+                "listens at a port"
+            )
             yield error("sites.addresses", list(sites.addresses), reason, 'Write HOST:PORT, such as "oslo.example.org:29400".')
+    if twice := next((one for one, times in Counter(sites.addresses).items() if times > 1), None):
+        reason = f"has {twice} more than once, but two sites cannot listen at one address"
+        yield error("sites.addresses", list(sites.addresses), reason, "Give each site an address of its own.")
 
 
 def sites_are_numbered(case: Case) -> Found:

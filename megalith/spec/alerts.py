@@ -54,14 +54,23 @@ class AlertsSpec(Spec):
 
 
 def address_of(target: str, environment: Mapping[str, str]) -> str:
-    """Return the address that `alerts.post` names. Raises ValueError if it is not an http or https address. The error does not
-    quote the address, because anyone who knows it may post messages to it."""
+    """Return the address that `alerts.post` names. Raises ValueError if it is not an http or https address with a possible port. The
+    error does not quote the address, because anyone who knows it may post messages to it."""
     address, what = target, "alerts.post"
     if target.startswith(ENVIRONMENT):
         name = target.removeprefix(ENVIRONMENT)
         address, what = environment.get(name, ""), f"the environment variable {name}, which alerts.post names,"
         if not address:
             raise ValueError(f"{what} is not set")
-    if urlsplit(address).scheme not in ("http", "https") or not urlsplit(address).hostname:
+    if not _is_right(address):
         raise ValueError(f"{what} is not an http or https address")
     return address
+
+
+def _is_right(address: str) -> bool:
+    """Return True if messages can be posted to such an address."""
+    try:
+        parts = urlsplit(address)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port is no number, or above 65535
+        return False

@@ -25,6 +25,7 @@ def test_asynchronous_merges_without_a_smaller_quorum_are_advised_against() -> N
 
 def test_a_run_with_sites_is_valid() -> None:
     assert _keys() == [] == _keys(plan={"data": 2, "zero": 3})
+    assert _keys(sites={"inner_steps": 2, "addresses": ("a:29400", "a:29401")}) == []
 
 
 @pytest.mark.parametrize(
@@ -40,6 +41,9 @@ def test_a_run_with_sites_is_valid() -> None:
         ("sites.fragments", {"sites": {"inner_steps": 20, "fragments": 7}}),
         ("sites.addresses", {"sites": {"inner_steps": 2, "addresses": ("127.0.0.1:29400",)}}),
         ("sites.addresses", {"sites": {"inner_steps": 2, "addresses": ("127.0.0.1", "127.0.0.1:29400")}}),
+        ("sites.addresses", {"sites": {"inner_steps": 2, "addresses": ("a:29400", "b:99999")}}),
+        ("sites.addresses", {"sites": {"inner_steps": 2, "addresses": ("a:0", "b:29400")}}),
+        ("sites.addresses", {"sites": {"inner_steps": 2, "addresses": ("a:29400", "a:29400")}}),
         ("sites.inner_steps", {"sites": {"method": "data-parallel", "inner_steps": 2}}),
         ("sites.overlap", {"sites": {"method": "data-parallel", "overlap": 1}}),
         ("sites.bits", {"sites": {"method": "data-parallel", "bits": 8}}),

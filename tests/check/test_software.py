@@ -52,6 +52,12 @@ def test_alerts_that_could_not_be_sent(monkeypatch: pytest.MonkeyPatch):
     assert not [p for p in check(spec(*asked)) if p.key.startswith("alerts")]
 
 
+@pytest.mark.parametrize(("port", "right"), [("abc", 0), ("99999", 0), ("0", 0), ("8080", 1)])
+def test_an_address_for_alerts_has_a_possible_port(port: str, right: int):
+    found = [p for p in check(spec(f"alerts.post=https://host:{port}/"), files=False) if p.key == "alerts.post"]
+    assert len(found) == 1 - right
+
+
 @pytest.mark.parametrize(
     "command",
     [
