@@ -1,7 +1,7 @@
 """Rules about the length of a run."""
 
 from megalith.check.case import Case, Found, advice, error
-from megalith.spec.lengths import decay_updates
+from megalith.spec.lengths import DECAYING, decay_updates
 
 
 def warmup_and_decay_fit(case: Case) -> Found:
@@ -13,16 +13,17 @@ def warmup_and_decay_fit(case: Case) -> Found:
     if warmup > steps:
         reason = f"is longer than the learning rate's schedule of {steps} steps, so the run would never reach optimizer.lr"
         yield error("optimizer.warmup", optimizer.warmup, reason, f'Use warmup <= {steps}, or a share of the steps such as "2%".')
-    elif optimizer.schedule in ("wsd", "1-sqrt") and warmup + round(decay_updates(optimizer, steps)) > steps:
+    if optimizer.schedule not in DECAYING:
+        return
+    if warmup <= steps < warmup + round(decay_updates(optimizer, steps)):
         reason = f"of a run of {steps} steps overlaps the {warmup} steps of warm-up"
-        most = steps - warmup if optimizer.decay > 1 else f"{1 - warmup / steps:.3g}"
-        way_out = f"Use decay <= {most}, or less warm-up."
-        yield error("optimizer.decay", optimizer.decay, reason, way_out)
-    if optimizer.decay > 1 and optimizer.decay % 1:
+        left = steps - warmup  # 1 would mean all updates, so a share says it
+        most = left if optimizer.decay > 1 and left > 1 else f"{1000 * left // steps / 1000:g}"
+        yield error("optimizer.decay", optimizer.decay, reason, f"Use decay <= {most}, or less warm-up.")
+    elif optimizer.decay > 1 and optimizer.decay % 1:
         reason = "is above 1, so it is a number of updates, but not a whole number"
-        yield error(
-            "optimizer.decay", optimizer.decay, reason, f"Use {round(optimizer.decay)}, or a share of the updates up to 1."
-        )
+        way_out = f"Use {max(2, round(optimizer.decay))}, or a share of the updates up to 1."
+        yield error("optimizer.decay", optimizer.decay, reason, way_out)
 
 
 def long_runs_save(case: Case) -> Found:
