@@ -365,7 +365,8 @@ def codes_can_be_multiplied(case: Case) -> Found:
             if device is not None
             else f"is not possible: no cluster is set, and not every device has {products}"
         )
-        way_out = (
+        way_out = "" if device is not None else 'Set cluster to the name of the GPU, such as cluster = "h100". '
+        way_out += (
             'Use fp8 without precision.tile, hadamard or stochastic rounding on an H100 or H200, or multiply = "wide"; '
             'newer GPUs need granularity = "row" or "tensor", GPUs of compute capability 8.9 need "tensor".'
         )

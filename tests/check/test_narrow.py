@@ -266,5 +266,7 @@ def test_codes_are_multiplied_where_a_device_has_products_for_them(
     cluster: str, settings: tuple[str, ...], key: str | None
 ) -> None:
     asked = (*FP8, f"cluster={cluster}", "precision.multiply=codes", *settings)
-    assert {problem.key for problem in errors(*asked)} == ({key} if key else set())
+    problems = errors(*asked)
+    assert {problem.key for problem in problems} == ({key} if key else set())
+    assert all((cluster == "local") == problem.way_out.startswith("Set cluster to") for problem in problems)
     assert "train.precision" not in advice(*asked)  # it is no rehearsal
