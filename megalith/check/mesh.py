@@ -139,7 +139,7 @@ def batch_divides(case: Case) -> Found:
         near_ones = " or ".join(str(n) for n in (batch // unit * unit, next_multiple(batch, unit)) if n)
         factors = f"{f'sites.count {count} x ' if sites else ''}plan.data {plan.data} x plan.microbatch {plan.microbatch}"
         smaller = max((m for m in range(1, plan.microbatch) if batch % (count * plan.data * m) == 0), default=None)
-        if sites and sites.each:
+        if sites and (sites.shares or sites.plans):  # sites that differ in more than their names
             factors, smaller = (
                 f"{count} (sum of the sites' shares) x {unit_of(case.spec)} (samples that every site's data ranks can divide)",
                 None,

@@ -119,3 +119,12 @@ def test_the_tensor_sizes_advised_are_valid(tensor: int, heads: int, ffn: int):
     for problem in errors(f"plan.tensor={tensor}", *model):
         for other in re.findall(r"\d+", problem.way_out):
             assert errors(f"plan.tensor={other}", *model) == []
+
+
+def test_sites_that_differ_only_in_their_names_get_the_usual_way_out():
+    plan = ("sites.count=2", "sites.inner_steps=5", "plan.microbatch=4", "train.global_batch=12")
+    named, plain = (
+        [p for p in errors(*plan, *more) if p.key == "train.global_batch"]
+        for more in (('sites.each=[{name="a"},{name="b"}]',), ())
+    )
+    assert named == plain and "sites.count 2 x plan.data 1" in named[0].reason and "or plan.microbatch = 3" in named[0].way_out
