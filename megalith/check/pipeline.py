@@ -76,9 +76,10 @@ def zero_bubble_is_worth_its_memory(case: Case) -> Found:
     if row.needs_post_validation and not plan.post_validation and plan.pipeline > 1:
         most = row.in_flight(plan.pipeline, 2 * plan.pipeline)
         reason = f"keeps up to {most} microbatches in flight, but still waits for all ranks at the end of each step"
-        way_out = "Use plan.post_validation = true"
-        way_out += f', or schedule = "{row.instead}", which keeps half as many microbatches in flight.' if row.instead else "."
-        yield advice("plan.schedule", plan.schedule, reason, way_out)
+        ways = [] if case.spec.sites else ["plan.post_validation = true"]  # `sites_stay_together` refuses it
+        if row.instead:
+            ways.append(f'schedule = "{row.instead}", which keeps half as many microbatches in flight')
+        yield advice("plan.schedule", plan.schedule, reason, f"Use {', or '.join(ways) or 'another schedule'}.")
     if plan.compile and row.splits_backward:
         reason = (
             "compiles each block as a whole, so weight gradients cannot be deferred, "

@@ -77,6 +77,13 @@ def test_the_bubble_is_said_as_a_number():
     assert "with 4 microbatches leaves each rank idle for 42.9% of a step (75.0% of its useful time)" in problem.reason
 
 
+@pytest.mark.parametrize("sites", [(), ("sites.count=2", "sites.inner_steps=5")])
+def test_post_validation_is_advised_only_where_it_is_valid(sites: tuple[str, ...]):
+    asked = ("plan.pipeline=2", "plan.schedule=zb-h2", *sites)
+    (problem,) = [p for p in found(*asked) if p.key == "plan.schedule"]
+    assert ("post_validation" in problem.way_out) == (errors(*asked, "plan.post_validation=true") == [])
+
+
 def test_the_batch_that_makes_the_bubble_small_is_that_of_all_sites():
     settings = ["plan.pipeline=2", "sites.count=2", "train.global_batch=8"]
     [problem] = [each for each in found(*settings) if each.key == "plan.pipeline"]
