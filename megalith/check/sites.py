@@ -34,7 +34,12 @@ def merges_fit_the_round(case: Case) -> Found:
         yield error("sites.fragments", sites.fragments, reason, f"Use fragments = {sites.inner_steps} at most.")
     if sites.inner_steps > steps:
         reason = f"is longer than the run of {steps} steps: sites would merge only at its end"
-        yield advice("sites.inner_steps", sites.inner_steps, reason, f"Use inner_steps = {max(1, steps // 10)}, say.")
+        fewer = max(1, steps // 10, sites.fragments, sites.overlap + 1)
+        if fewer <= steps:
+            way_out = f"Use inner_steps = {fewer}, say."
+        else:
+            way_out = f"Use inner_steps = {max(1, steps // 10)}, say, with fewer fragments and less overlap."
+        yield advice("sites.inner_steps", sites.inner_steps, reason, way_out)
 
 
 def methods_are_whole(case: Case) -> Found:

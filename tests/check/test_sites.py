@@ -1,5 +1,6 @@
 """Rules about sites."""
 
+import re
 from typing import Any
 
 import pytest
@@ -146,6 +147,16 @@ def test_sparse_differences_need_no_momentum() -> None:
         *_keys("advice", sites=sparse | {"momentum": 0.0, "feedback_decay": 0.95})
     }
     assert "sites.feedback_decay" in _keys("advice", sites={"inner_steps": 2, "feedback_decay": 0.95})
+
+
+@pytest.mark.parametrize(("fragments", "overlap"), [(4, 0), (1, 5), (1, 0)])
+def test_the_suggested_inner_steps_are_valid(fragments: int, overlap: int) -> None:
+    """The suggestion leaves room for the fragments and the overlap."""
+    given = {"inner_steps": 50, "fragments": fragments, "overlap": overlap}
+    [problem] = [one for one in check(tiny_run(sites=given, train={"steps": 20}), files=False) if one.key == "sites.inner_steps"]
+    [number] = re.findall(r"inner_steps = (\d+)", problem.way_out)
+    asked = {"sites": given | {"inner_steps": int(number)}, "train": {"steps": 20}}
+    assert not {"sites.fragments", "sites.overlap", "sites.inner_steps"} & {*_keys(**asked), *_keys("advice", **asked)}
 
 
 def test_faults_go_back_to_checkpoints() -> None:
