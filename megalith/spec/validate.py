@@ -328,7 +328,7 @@ def _way_out(fault: _Fault) -> str:
     field = fault.table.model_fields.get(str(path[-1])) if fault.table else None
     about = f" ({field.description})" if field and field.description else ""
     if kind == "missing":
-        preset = ' Or name a preset: preset = "tiny".' if path[0] == "model" else ""
+        preset = ' Or name a preset: preset = "tiny".' if path[0] == "model" and len(path) == 2 else ""
         return f'Write "{key(str(path[-1]))} = ..." under [{dotted(path[:-1])}]{about}.{preset}'
     write = WRITE.get(kind, "Write another value").format(**fault.context)
     if field is None:

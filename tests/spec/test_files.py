@@ -309,6 +309,12 @@ def test_missing_keys_are_all_named(run: Path):
     assert "[train]" in found["train.steps"].way_out
 
 
+def test_a_preset_is_proposed_only_for_sizes_that_presets_have(run: Path):
+    found = problems(RUN, "model.rope_scaling={kind='yarn'}")
+    assert set(found) == {"model.rope_scaling.factor", "model.rope_scaling.original_context"}
+    assert not any("preset" in problem.way_out for problem in found.values())
+
+
 def test_problems_of_all_kinds_come_together(run: Path):
     found = problems(
         RUN.replace("quickstart", "quik").replace("seq_len = 256", "seq_len = 1.5"), "plan.dat=2", "nonsense", "x.=1"
