@@ -42,6 +42,17 @@ def test_text_without_a_letter_is_no_number(tmp_path: Path) -> None:
     assert (problem.key, problem.way_out) == ("train.seq_len", "Write a whole number without quotes, such as 8.")
 
 
+@pytest.mark.parametrize("steps", ["1e400", "1e400 tokens", "1e300T", "2.5 steps", "0.5 tokens"])
+def test_amounts_that_are_not_whole_or_not_finite_are_refused(tmp_path: Path, steps: str) -> None:
+    (problem,) = read(tmp_path, steps=f'"{steps}"').problems
+    assert (problem.key, problem.value) == ("train.steps", steps)
+
+
+@pytest.mark.parametrize(("steps", "number"), [("1.005K steps", 1005), ("2.5K steps", 2500), ("1.1M samples", 68750)])
+def test_a_fraction_of_a_power_is_whole(tmp_path: Path, steps: str, number: int) -> None:
+    assert read(tmp_path, steps=f'"{steps}"').whole().spec.train.steps == number
+
+
 def test_no_way_out_is_to_correct_it(tmp_path: Path) -> None:
     wrong = [
         "plan.layers=[1.5]",
