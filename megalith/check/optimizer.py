@@ -13,12 +13,14 @@ from megalith.spec.treatment import kinds, summary
 
 def groups_match(case: Case) -> Found:
     """Each group of parameters has at least one parameter."""
-    optimizer = case.spec.optimizer
-    if case.model is None or not optimizer.groups:
+    groups = case.spec.optimizer.groups
+    if case.model is None or not groups:
         return
-    names, counted = list(model_parameters(case.model)), {row.pattern for row in summary(case.model, optimizer)}
-    for group in optimizer.groups:
-        if group.pattern in counted:
+    names, patterns = list(model_parameters(case.model)), [group.pattern for group in groups]
+    matched = ([number for number, pattern in enumerate(patterns) if fnmatchcase(name, pattern)] for name in names)
+    counted = {numbers[-1] for numbers in matched if numbers}
+    for number, group in enumerate(groups):
+        if number in counted:
             continue
         mine = [name for name in names if fnmatchcase(name, group.pattern)]
         if mine:

@@ -9,6 +9,7 @@ from tests.check.runs import advice, errors, found, is_named
     ("groups", "said"),
     [
         ('{pattern = "*.attentoin.*"}', "matches none of the model's 39 parameters. A pattern must match a whole name"),
+        ('{pattern = "*norm*", lr = 0.1}, {pattern = "*norm*", weight_decay = 0.1}', "later groups also match all 9 parameters"),
         ('{pattern = "blocks.0.*"}, {pattern = "blocks.*"}', "later groups also match all 9 parameters that it matches"),
     ],
 )
