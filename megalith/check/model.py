@@ -13,17 +13,17 @@ def heads_make_up_the_width(case: Case) -> Found:
         yield error("model.heads", model.heads, f"does not divide model.dim = {model.dim}", way_out)
     # blocks of one model differ in other things
     attention = next((block.attention for block in case.blocks if block.attention), None)
-    if isinstance(attention, AttentionSpec) and attention.rope_dim is not None and attention.rope_dim % 2:
+    if isinstance(attention, AttentionSpec) and attention.rope and attention.head_dim % 2:
+        name = "heads" if implied else "head_dim"
+        reason = f"gives heads of {attention.head_dim} channels, but rotary positions rotate channels in pairs"
+        yield error(f"model.{name}", getattr(model, name), reason, f"Use an even head_dim, such as {attention.head_dim + 1}.")
+    elif isinstance(attention, AttentionSpec) and attention.rope_dim is not None and attention.rope_dim % 2:
         reason = (
             f"rotates {attention.rope_dim} of the {attention.head_dim} channels of a head, but rotary positions "
             "rotate channels in pairs"
         )
-        way_out = f"Use {(attention.rope_dim + 1) / attention.head_dim:g}, say."
-        yield error("model.rotated", getattr(model, "rotated", None), reason, way_out)
-    elif isinstance(attention, AttentionSpec) and attention.rope and attention.head_dim % 2:
-        name = "heads" if implied else "head_dim"
-        reason = f"gives heads of {attention.head_dim} channels, but rotary positions rotate channels in pairs"
-        yield error(f"model.{name}", getattr(model, name), reason, f"Use an even head_dim, such as {attention.head_dim + 1}.")
+        share = min(1.0, (attention.rope_dim + 1.5) / attention.head_dim)  # half a channel more, which rounding may take
+        yield error("model.rotated", getattr(model, "rotated", None), reason, f"Use {share:.3g}, say.")
     if isinstance(attention, LatentAttentionSpec) and attention.rope_dim % 2:
         reason = "is odd, but rotary positions rotate channels in pairs"
         yield error("model.rope_dim", attention.rope_dim, reason, f"Use {attention.rope_dim + 1}, say.")

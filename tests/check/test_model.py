@@ -1,5 +1,7 @@
 """Impossible sizes of a model, and sequences longer than its context."""
 
+import re
+
 import pytest
 
 from tests.check.runs import HYBRID, advice, errors, is_named
@@ -39,6 +41,22 @@ def test_learned_positions_end_and_rotary_ones_only_advise():
     assert [p.key for p in errors("model.preset=gpt2", "train.seq_len=2048")] == ["train.seq_len"]
     assert errors("model.preset=llama2-7b", "train.seq_len=8192", "plan.zero=0") == []
     assert "train.seq_len" in advice("model.preset=llama2-7b", "train.seq_len=8192")
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        (("model.head_dim=1",), "model.head_dim"),
+        (("model.rotated=0.001",), "model.rotated"),
+        (("model.head_dim=96", "model.rotated=0.33"), "model.rotated"),
+        (("model.head_dim=2",), "model.rotated"),
+    ],
+)
+def test_a_share_of_rotated_channels_is_named_with_a_valid_way_out(settings: tuple[str, ...], key: str):
+    run = ("model.preset=nemotron4-15b", *settings)
+    (problem,) = (p for p in errors(*run) if p.key.startswith("model."))
+    (number,) = re.findall(r"[\d.]*\d", problem.way_out)
+    assert problem.key == key and key not in [p.key for p in errors(*run, f"{key}={number}")]
 
 
 def test_heads_that_do_not_rotate_may_be_odd():

@@ -35,7 +35,7 @@ class Nemotron(OwnPartsSpec):
         channels = self.head_dim or self.dim // self.heads
         norm = NormSpec(kind="layer", eps=self.norm_eps, offset=True, bias=True)
         block = BlockSpec(
-            attention=attention_of(self, rope_dim=int(channels * self.rotated)),
+            attention=attention_of(self, rope_dim=max(1, int(channels * self.rotated))),  # `check` refuses 1
             mlp=MlpSpec(hidden=self.ffn, activation="relu2", gated=False),
             norm=norm,
         )
