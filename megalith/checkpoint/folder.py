@@ -10,6 +10,7 @@ A folder with such a name is complete: it is written as `step-00000120.tmp-<rand
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -223,8 +224,10 @@ def of_run(run_dir: Path) -> Path:
 
 def committed(folder: Path) -> list[Path]:
     """Return the complete checkpoints in `folder`: first those without a readable manifest, then the others, newest
-    commit first."""
+    commit first. Raises OSError if `folder` is a link that leads nowhere now: a run must not start over while its checkpoints are away."""
     if not folder.is_dir():
+        if folder.is_symlink():
+            raise OSError(errno.ENODEV, "this link leads to no folder now: mount its file system, or remove the link", str(folder))
         return []
     found = [path for path in folder.iterdir() if _COMMITTED.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=_order, reverse=True)

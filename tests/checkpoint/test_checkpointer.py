@@ -195,6 +195,15 @@ def test_a_run_folder_that_is_away_is_neither_made_anew_nor_taken_to_hold_nothin
     assert isinstance(checkpointer.wait()[0], SaveResult)
 
 
+def test_checkpoints_behind_a_link_that_leads_nowhere_are_away_and_not_absent(tmp_path):
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "unmounted")
+    checkpointer = Checkpointer(tmp_path / "checkpoints", existed=True)
+    with pytest.raises(AwayError, match="leads to no folder now"):
+        checkpointer.load(values())
+    (tmp_path / "unmounted").mkdir()
+    assert checkpointer.load(values()) is None
+
+
 def test_a_run_folder_that_went_away_before_its_checkpointer_was_made_is_not_made_again(tmp_path):
     checkpointer = Checkpointer(tmp_path / "run" / "checkpoints", existed=True)
     checkpointer.save(1, values(), {})

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megalith import disk
 from megalith.checkpoint import folder as files
 from megalith.checkpoint.folder import Chunk, DamagedCheckpointError, Entry, Manifest
 
@@ -68,6 +69,17 @@ def test_a_truncated_or_missing_file_is_found_and_named(tmp_path, file):
     (path / file).unlink()
     (problem,) = files.verify(path)
     assert problem == f"step-00000001/{file} is missing"
+
+
+def test_a_link_that_leads_nowhere_does_not_count_as_a_folder_without_checkpoints(tmp_path):
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "unmounted" / "checkpoints")
+    with pytest.raises(OSError, match="leads to no folder now: mount its file system") as caught:
+        files.committed(tmp_path / "checkpoints")
+    assert disk.is_unavailable(caught.value), "an engine starts the run again, and a run in progress waits"
+    make(tmp_path / "elsewhere", 3)
+    (tmp_path / "checkpoints").unlink()
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    assert steps(tmp_path / "checkpoints") == [3]
 
 
 def test_only_the_last_n_stay(tmp_path):
