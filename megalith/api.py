@@ -87,7 +87,7 @@ class Run:
         from megalith.spec.problem import SpecErrors
 
         try:
-            return runs.check(self.request, world=ranks, here="error" if here else None).problems
+            return runs.check_as_resumed(self.request, world=ranks, here="error" if here else None).problems
         except SpecErrors as errors:
             return errors.problems
 

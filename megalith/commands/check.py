@@ -58,7 +58,7 @@ def command(
     from megalith.commands.shared import runs  # specifications take 0.2 s to import
 
     request = RunRequest(run, settings or (), run_dir)
-    checked = runs.check(request, world=ranks, here="error" if here else "advice")
+    checked = runs.check_as_resumed(request, world=ranks, here="error" if here else "advice")
     wrong = bool(checked.errors)
     priced = _prices(request) if price and not wrong else ()
     problems, gained = (checked.problems, None) if wrong else _in_8_bits(checked, asked=fp8)

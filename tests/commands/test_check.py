@@ -1,10 +1,13 @@
 """Output of the check of a run."""
 
 import json
+from pathlib import Path
 
 import pytest
 
+from megalith import Run
 from megalith.machine import capacity
+from megalith.spec import files
 from tests.commands.calling import call
 
 
@@ -39,6 +42,22 @@ def test_check_says_the_whole_run_as_json():
     assert said["ok"] is True
     assert said["spec"]["train"]["steps"] == 100
     assert said["provenance"]["model.dim"] == "preset tiny"
+
+
+@pytest.mark.parametrize("named", [[], ["--run-dir", "there"]], ids=["default", "named"])
+def test_check_reports_what_train_refuses_in_the_folder_of_a_run_that_has_begun(named: list[str]):
+    where = Path(*named[1:] or ["runs/first"])
+    files.save(files.load(Path("run.toml")), where)
+    (where / "checkpoints/step-00000010").mkdir(parents=True)
+    changed = ["run.toml", *named, "--set", "optimizer.lr=1"]
+    checked, trained = call("check", *changed), call("train", *changed)
+    assert checked.exit_code == trained.exit_code == 2, checked.output
+    assert "optimizer.lr" in checked.stderr and checked.stderr == trained.stderr
+    said = json.loads(call("check", *changed, "--json").stdout)
+    assert (said["ok"], said["problems"][0]["key"]) == (False, "optimizer.lr")
+    assert call("check", "run.toml", *named, "--set", "train.steps=200").exit_code == 0
+    run = Run.load("run.toml", run_dir=where)
+    assert [one.key for one in run.set({"optimizer.lr": 1}).check() if one.severity == "error"] == ["optimizer.lr"]
 
 
 def test_check_shows_which_parameters_are_updated_in_which_way():

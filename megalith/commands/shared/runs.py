@@ -111,6 +111,13 @@ def check(
     return checked if checked.errors else replace(checked, resolved=_decided(resolved))
 
 
+def check_as_resumed(request: RunRequest, *, world: int | None = None, here: Severity | None = None) -> CheckResult:
+    """Find also why the run cannot resume the run in its folder, as `train` does (see `check`, `differences`)."""
+    checked = check(request, world=world, here=here)
+    more = differences(checked.resolved, request.folder(checked.resolved.spec))
+    return replace(checked, problems=[*more, *checked.problems])
+
+
 def _decided(resolved: ResolvedRun) -> ResolvedRun:
     """Replace each `segments:auto` by a size. All ranks must recompute the same segments, so the size is decided once, and recorded."""
     spec = resolved.spec
