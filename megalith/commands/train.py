@@ -87,8 +87,11 @@ def command(
         raise typer.BadParameter("--branch CHECKPOINT and --decay UPDATES must be given together.")
     if branch is not None and decay is not None:
         from megalith.commands.branch import settings as of_branch  # specifications take 0.2 s to import
+        from megalith.spec import files
 
-        own = (*of_branch(branch, decay, run_dir), *own)
+        spec = files.read(run, overrides=own).resolved.spec  # a faulty run may have no name; its problems are reported later
+        folder = RunRequest(run, own, run_dir).folder(spec) if run_dir or hasattr(spec, "name") else None
+        own = (*of_branch(branch, decay, folder), *own)
     return _train_and_show(RunRequest(run, own, run_dir), profile, watch=watch, as_json=as_json)
 
 

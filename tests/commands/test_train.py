@@ -209,6 +209,32 @@ def test_a_fine_tuned_run_goes_on_without_what_it_began_with(run: Path, jobs: li
     assert len(jobs) == 1
 
 
+@pytest.mark.parametrize("named", [[], ["--run-dir", "there"]], ids=["default", "named"])
+def test_a_branch_is_resumed_by_its_own_command_although_its_parent_has_gone_on(
+    run: Path, jobs: list[supervisor.Job], named: list[str]
+):
+    def save(step: int) -> None:
+        path = Path("runs/parent/checkpoints", checkpoints.name(step))
+        path.mkdir(parents=True)
+        spec = files.load(run).spec.model_dump(mode="json")
+        position = {"step": step, "updates": step, "samples": step * 64}
+        checkpoints.write_manifest(path, Manifest(step, step, {"spec": spec, "position": position}, {}))
+
+    asked = ["train", "run.toml", "--branch", "runs/parent", "--decay", "5", *named]
+    save(10)
+    first = call(*asked)
+    assert first.exit_code == 0, first.output
+    where = named[1] if named else "runs/first"
+    begun(where)
+    save(20)
+    again = call(*asked)
+    assert again.exit_code == 0, again.output
+    branch = files.load(Path(where, files.FILE)).spec.branch
+    assert len(jobs) == 2 and branch is not None and branch.updates == 10
+    faulty = call(*asked, "--set", "name=3", "--set", "plan.tensor=3")
+    assert faulty.exit_code == 2 and "plan.tensor" in faulty.stderr
+
+
 def test_a_run_that_never_saved_may_be_started_over_differently(run: Path, jobs: list[supervisor.Job]):
     train(run)
     train(run, "optimizer.lr=1")
