@@ -227,7 +227,9 @@ def committed(folder: Path) -> list[Path]:
     commit first. Raises OSError if `folder` is a link that leads nowhere now: a run must not start over while its checkpoints are away."""
     if not folder.is_dir():
         if folder.is_symlink():
-            raise OSError(errno.ENODEV, "this link leads to no folder now: mount its file system, or remove the link", str(folder))
+            raise OSError(
+                errno.ENODEV, "this link leads to no folder now: mount its file system, or remove the link", str(folder)
+            )
         return []
     found = [path for path in folder.iterdir() if _COMMITTED.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=_order, reverse=True)

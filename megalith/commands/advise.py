@@ -1,5 +1,6 @@
 """`megalith advise`: measure which settings suit a run, starting from its checkpoints."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from megalith.commands.shared.output import print_json, write
 
 if TYPE_CHECKING:
     from megalith.planner.batch import Advice, Trial
+    from megalith.spec.problem import Problem
 
 Train = Callable[["Trial", Path], int]
 """Function that trains a trial in a run folder and returns its exit status."""
@@ -64,6 +66,10 @@ def batch(
         tried = sorted({1.0, *map(float, factors.split(","))})
     except ValueError:
         raise typer.BadParameter(f"--factors {factors!r} is not a list of numbers. Write --factors 0.5,1,2,4.") from None
+    if wrong := [factor for factor in tried if not 0 < factor < math.inf]:
+        raise typer.BadParameter(
+            f"--factors {factors!r} has {wrong[0]:g}. Factors are positive and finite, as in --factors 0.5,1,2,4."
+        )
     found = advise(
         run_dir, step=step, factors=tried, steps=steps, replicas=replicas, scale=scale, tolerance=tolerance, out=out,
         train=_trainer(Console(stderr=as_json)),
@@ -115,14 +121,33 @@ def advise(
     except ValueError as fault:
         reason, _, way_out = str(fault).partition(". ")
         raise SpecErrors([Problem("error", "--factors", factors, reason, way_out, "command line")]) from fault
-    if wrong := [problem for trial in wanted for problem in check(trial.spec) if problem.severity == "error"]:
-        raise SpecErrors(list(dict.fromkeys(wrong)))
+    wrong = [problem for trial in wanted for problem in check(trial.spec) if problem.severity == "error"]
+    if wrong := [*dict.fromkeys(wrong), *(problem for trial in wanted for problem in _others(trial, folder / trial.name))]:
+        raise SpecErrors(wrong)
     losses: dict[float, list[float]] = {factor: [] for factor in factors}
     for trial in wanted:
         losses[trial.factor].append(_loss(trial, folder / trial.name, train))
     phase = Phases.of(spec).at(position["samples"])
     advice = judge(losses, batch=phase.global_batch, seq_len=phase.seq_len, tolerance=tolerance)
     return AdviceResult(advice, folder, manifest.step, _noise_scale(run_dir, manifest.step))
+
+
+def _others(trial: "Trial", folder: Path) -> "list[Problem]":
+    """Return the problem if `folder` holds a branch with other settings than the trial, whose loss is no answer; otherwise no problem."""
+    from megalith.check import check_resume
+    from megalith.spec import files
+    from megalith.spec.problem import Problem
+
+    if not (folder / files.FILE).is_file():
+        return []
+    spec, saved = trial.spec, files.read(folder / files.FILE, saved=True).resolved.spec
+    differ = [problem.key for problem in check_resume(saved, spec)]
+    differ += ["train.steps"] * (saved.train.steps != spec.train.steps) + ["validation"] * (saved.validation != spec.validation)
+    if not differ:
+        return []
+    reason = f"holds a branch with other settings ({', '.join(differ)}), for example from another --steps or --scale"
+    way_out = "Choose another folder with --out, or repeat the options of the first call."
+    return [Problem("error", "--out", str(folder), reason, way_out, "command line")]
 
 
 def _loss(trial: "Trial", folder: Path, train: Train) -> float:

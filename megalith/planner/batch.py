@@ -132,7 +132,7 @@ class Advice:
         if self.begins is None and self.critical <= own:
             return (
                 f"Whether the loss is as good with batches above the run's own {own} sequences is not certain: "
-                "use more --replicas or --steps."
+                "use more --replicas, or more --steps with another --out."
             )
         if self.begins is None:
             return (

@@ -9,6 +9,7 @@ from megalith.commands.advise import advise
 from megalith.spec import files
 from megalith.spec.problem import SpecErrors
 from tests import runs
+from tests.commands.calling import call
 from tests.specs import tiny_run
 from tests.train.prepared import VOCAB, small_data
 
@@ -31,6 +32,7 @@ def test_branches_are_trained_once_and_judged_on_what_the_run_validates(tmp_path
     trained = list[str]()
 
     def train(trial, where: Path) -> int:
+        files.save(files.ResolvedRun(trial.spec, dict.fromkeys(_names(trial.spec), "test")), where)
         runs.train(trial.spec, where)
         trained.append(trial.name)
         return 0
@@ -55,6 +57,18 @@ def test_branches_are_trained_once_and_judged_on_what_the_run_validates(tmp_path
     assert found.noise_scale is None or found.noise_scale > 0
     again = advise(folder, **asked, train=train)
     assert again == found and len(trained) == 4, "a branch that is finished is not trained again"
+    for other, key in ({"steps": 4}, "train.steps"), ({"scale": "none"}, "optimizer.lr"):
+        with pytest.raises(SpecErrors, match=rf"holds a branch with other settings \(.*{key}.*--out"):
+            advise(folder, **asked | other, train=train)
+    assert len(trained) == 4
+    with pytest.raises(RuntimeError, match="other/step-00000002/batch-4-replica-0 did not finish"):
+        advise(folder, **asked | {"scale": "none", "out": tmp_path / "other"}, train=lambda trial, where: 1)
+
+
+@pytest.mark.parametrize("factors", ["0,1", "inf", "-2", "nan", "1e999"])
+def test_a_factor_that_makes_no_batch_is_a_usage_error(factors: str):
+    result = call("advise", "batch", "runs/first", f"--factors={factors}")
+    assert result.exit_code == 2 and "Factors are positive and finite" in " ".join(result.output.split()), result.output
 
 
 def _names(spec):
