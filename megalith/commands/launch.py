@@ -69,6 +69,7 @@ def command(
     Example:  megalith launch run.toml --engine slurm --nodes 2 --hours 24 --submit
     """
     from megalith.fleet.engines import ENGINES  # specifications take 0.2 s to import
+    from megalith.spec import files
 
     one_of("--engine", engine, *ENGINES)
     if submit and engine == "torchrun":
@@ -78,12 +79,12 @@ def command(
         "hours": hours, "partition": partition, "account": account, "image": image, "namespace": namespace, "volume": volume,
         "workdir": workdir, "restarts": restarts, "grace": grace, "environment": _variables(environment),
     }  # fmt: skip
-    artefact, advice = launch(RunRequest(run, settings or (), run_dir), engine=engine, options=options)
-    if submit and out is None:
-        out = f"{run_dir or Path('runs') / artefact.file.partition('.')[0]}/"
-    launched = _placed(artefact, out)
+    request = RunRequest(run, settings or (), run_dir)
+    artefact, advice = launch(request, engine=engine, options=options)
+    folder = request.folder(files.load(run, overrides=request.overrides).spec) if submit else None
+    launched = _placed(artefact, f"{folder}/" if folder and out is None else out)
     if launched.path:
-        write(launched.text, launched.path, overwrite=overwrite or (submit and launched.path.parent == run_dir))
+        write(launched.text, launched.path, overwrite=overwrite or launched.path.parent == folder)
     if as_json:
         print_json(launched.as_json() | {"problems": problem_rows(advice)})
     else:
@@ -154,7 +155,7 @@ def _placed(artefact: "Artefact", out: str | None) -> LaunchResult:
     """Return a launch file (such as a Slurm script) with its text and submit command, which name the file by the path to which it is
     written: `out`, or a file in the folder `out`."""
     path = None if out is None else Path(out, artefact.file if out.endswith("/") or Path(out).is_dir() else "")
-    submit = artefact.submit.replace(artefact.file, str(path)) if path else artefact.submit
+    submit = artefact.submit.replace(artefact.file, shlex.quote(str(path))) if path else artefact.submit
     return LaunchResult(artefact.file, path, artefact.text.replace(artefact.submit, submit), submit)
 
 

@@ -1,6 +1,7 @@
 """Files and output of `megalith launch` for engines."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,23 @@ def test_a_launch_is_handed_to_its_engine_when_asked(monkeypatch: pytest.MonkeyP
     assert (result.exit_code, handed) == (7, ["sbatch runs/x/first.sbatch"]), result.output
     assert Path("runs/x/first.sbatch").read_text().startswith("#!/bin/bash\n#SBATCH --job-name=first\n")
     assert call("launch", "run.toml", "--engine", "torchrun", "--nodes", "1", "--submit").exit_code == 2
+
+
+@pytest.mark.parametrize(("engine", "name"), [("slurm", "first-run.sbatch"), ("ray", "first-run_ray.py")])
+def test_a_launch_that_is_submitted_again_replaces_its_file_in_the_run_folder(
+    monkeypatch: pytest.MonkeyPatch, engine: str, name: str
+):
+    handed: list[str] = []
+    monkeypatch.setattr(launch, "hand_over", lambda command: handed.append(command) or 0)
+    asked = ["launch", "run.toml", "--engine", engine, "--set", "plan.data=4", "--set", "name=First_Run", "--submit"]
+    for nodes in "1", "2":
+        result = call(*asked, "--nodes", nodes)
+        assert result.exit_code == 0, result.output
+    assert handed[0] == handed[1] and handed[0].endswith(f" runs/First_Run/{name}")
+    assert call(*asked, "--nodes", "4", "--run-dir", "my runs/x").exit_code == 0
+    assert shlex.split(handed[2])[-1] == f"my runs/x/{name}" and Path("my runs/x", name).is_file()
+    assert call(*asked, "--nodes", "1", "--out", "a.file").exit_code == 0
+    assert call(*asked, "--nodes", "2", "--out", "a.file").exit_code == 1, "a file elsewhere is not replaced unasked"
 
 
 def test_a_launch_file_does_not_replace_another_file_unasked():
