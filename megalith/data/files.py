@@ -7,17 +7,18 @@ same bytes as an earlier one are not read, but counted and named.
 import bz2
 import gzip
 import importlib
+import io
 import lzma
 import os
 import stat
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from megalith.data.errors import DataError
 from megalith.data.manifest import Reading, SkippedFiles
@@ -41,6 +42,7 @@ BINARY, NO_PARQUET, COPY, HIDDEN, LINK, SPECIAL, ENDING = (
     "neither files nor folders",
     "another ending than asked for",
 )
+_PIECE, _BUFFER = 1 << 16, 1 << 20
 _NAMES_SHOWN = 5
 _ENDINGS_SHOWN = 10
 
@@ -243,14 +245,44 @@ def _unpacked(raw: IO[bytes], path: Path) -> IO[bytes]:
 
 
 def _zstandard(raw: IO[bytes], path: Path) -> IO[bytes]:
-    for module in ("compression.zstd", "zstandard"):  # Python 3.14's own, or the package
-        try:
-            return importlib.import_module(module).open(raw, "rb")
-        except ImportError:
-            continue
-    raise DataError(
-        f"{path} needs Python 3.14 or the package zstandard to unpack. Install zstandard, or compress the file as .xz or .gz."
-    )
+    with suppress(ImportError):
+        return importlib.import_module("compression.zstd").open(raw, "rb")  # Python 3.14's own
+    try:
+        package = importlib.import_module("zstandard")
+    except ImportError:
+        raise DataError(
+            f"{path} needs Python 3.14 or the package zstandard to unpack. Install zstandard, or compress the file as .xz or .gz."
+        ) from None
+    return io.BufferedReader(_Frames(raw, package.ZstdDecompressor().decompressobj), _BUFFER)
+
+
+class _Frames(io.RawIOBase):
+    """The unpacked content of a file's zstd frames. The reader of the package `zstandard` gives no lines, and takes a cut frame for the
+    end."""
+
+    def __init__(self, packed: IO[bytes], new_frame: Callable[[], Any]) -> None:
+        self._file, self._new_frame = packed, new_frame
+        self._frame: Any = None
+        self._packed, self._unpacked = b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._unpacked:
+            packed = self._packed or self._file.read(_PIECE)
+            if not packed and self._frame is not None:
+                raise EOFError("the file ends within a frame")
+            if not packed:
+                return 0
+            frame = self._frame or self._new_frame()
+            self._unpacked = memoryview(frame.decompress(packed))
+            self._packed = frame.unused_data  # the beginning of the next frame
+            self._frame = None if frame.eof else frame
+        count = min(len(buffer), len(self._unpacked))
+        buffer[:count] = self._unpacked[:count]
+        self._unpacked = self._unpacked[count:]
+        return count
 
 
 def _is_damage(error: Exception) -> bool:

@@ -13,6 +13,16 @@ from megalith.data.manifest import Reading
 from megalith.data.sources import Source, documents, parse_source, parse_sources, record, size
 
 
+def _zstd(content: bytes) -> bytes:
+    """Pack as two frames, one after the other."""
+    compressor = pytest.importorskip("zstandard", reason="needs the package zstandard").ZstdCompressor(write_checksum=True)
+    half = len(content) // 2
+    return compressor.compress(content[:half]) + compressor.compress(content[half:])
+
+
+PACKERS = {".xz": lzma.compress, ".gz": gzip.compress, ".bz2": bz2.compress, ".zst": _zstd}
+
+
 def _read(path, **reading) -> list[str]:
     return list(documents(Source("x", str(path)), Reading(**reading)))
 
@@ -73,13 +83,12 @@ def test_a_bundled_document_is_a_chapter_with_its_title_page():
     assert all(chapter.lower().count("\nchapter ") <= 1 for chapter in chapters)
 
 
-@pytest.mark.parametrize("ending", ["", ".xz", ".gz", ".bz2"])
+@pytest.mark.parametrize("ending", ["", *PACKERS])
 def test_json_lines_give_a_document_a_line_however_packed(ending, tmp_path):
     texts = ["one\ntwo", "ünï 你好 🙂", "last"]
     content = "\n".join(json.dumps({"text": text, "id": 1}) for text in texts).encode()
-    pack = {"": bytes, ".xz": lzma.compress, ".gz": gzip.compress, ".bz2": bz2.compress}[ending]
     path = tmp_path / f"x.jsonl{ending}"
-    path.write_bytes(pack(content))
+    path.write_bytes(PACKERS.get(ending, bytes)(content))
     assert _read(path) == texts
 
 
@@ -241,11 +250,11 @@ def test_a_source_given_twice_is_refused_whatever_its_name(how, tmp_path, monkey
         parse_sources([first, f"b={second}"])
 
 
-@pytest.mark.parametrize(("ending", "pack"), [(".xz", lzma.compress), (".gz", gzip.compress), (".bz2", bz2.compress)])
+@pytest.mark.parametrize(("ending", "pack"), PACKERS.items())
 def test_a_truncated_or_garbled_archive_is_named(ending, pack, tmp_path):
     path = tmp_path / f"x.txt{ending}"
     whole = pack(b"some text, long enough to be cut\n" * 99)
-    for content in (whole[:-20], whole[:20] + b"\xff" * 8 + whole[28:], b"not packed at all"):
+    for content in (whole[:-20], whole[: len(whole) // 2 + 1], whole[:20] + b"\xff" * 8 + whole[28:], b"not packed at all"):
         path.write_bytes(content)
         with pytest.raises(DataError, match=f"x.txt{ending} cannot be unpacked"):
             _read(path)
