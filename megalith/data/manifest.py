@@ -212,19 +212,30 @@ def _wrong_sizes(folder: Path, manifest: Manifest) -> dict[str, str]:
 
 def check_copies(folder: Path, manifest: Manifest | None, copies: Sequence[Path]) -> None:
     """Check by their manifests that all copies hold the data of `manifest` (None: any prepared data). Raises DataError that names each
-    copy with other data."""
+    copy that cannot be used; AwayDataError if all of these copies are unreachable."""
     way_out = "Copy the whole folder, or remove the copy from data.copies."
     problems: list[DataError] = []
     for copy in copies:
         try:
             same = read_manifest(copy) == manifest or manifest is None
         except DataError as error:
-            problems.append(DataError(error.parts[0][0], way_out))
+            reason = error.parts[0][0]
+            if isinstance(error, AwayDataError):
+                problems.append(AwayDataError(error.path, reason, way_out))
+            else:
+                problems.append(DataError(reason, way_out))
             continue
         if not same:
             problems.append(DataError(f"{copy} holds different data from {folder}", way_out))
-    if problems:
-        raise DataError.of(problems, title="data.copies cannot be used")
+    if not problems:
+        return
+    fault = DataError.of(problems, title="data.copies cannot be used")
+    paths = [problem.path for problem in problems if isinstance(problem, AwayDataError)]
+    if len(paths) < len(problems):
+        raise fault
+    absent = AwayDataError(paths[0], str(fault))  # the copies may be intact, so a run waits for them
+    absent.parts = fault.parts
+    raise absent
 
 
 def tokenizer_fingerprint(definition: dict[str, Any], end_of_text: int) -> str:

@@ -3,8 +3,9 @@ import shutil
 
 import pytest
 
-from megalith.data.errors import DataError
-from megalith.data.manifest import check_sizes, check_tokenizer, read_manifest, tokenizer_fingerprint
+from megalith.data.errors import AwayDataError, DataError
+from megalith.data.manifest import check_copies, check_sizes, check_tokenizer, read_manifest, tokenizer_fingerprint
+from megalith.data.stream import Stream
 
 
 def test_a_manifest_reads_back_as_it_was_written(prepared):
@@ -34,6 +35,23 @@ def test_every_missing_and_every_short_file_is_named_at_once(prepared, tmp_path)
         f"words-train-00000.idx has {short.stat().st_size} bytes, but {short.stat().st_size + 8} according to the manifest"
         in str(error.value)
     )
+
+
+def test_copies_that_are_away_are_waited_for_and_copies_of_other_data_are_not(prepared, tmp_path):
+    gone, empty, other = tmp_path / "gone", tmp_path / "empty", tmp_path / "other"
+    empty.mkdir()
+    manifest = read_manifest(prepared)
+    with pytest.raises(AwayDataError, match=f"{gone} does not exist.*remove the copy from data.copies") as away:
+        Stream(prepared, seq_len=8, copies=[prepared, gone])
+    assert away.value.path == gone / "manifest.json"
+    with pytest.raises(AwayDataError, match=r"gone does not exist[^$]*empty has no manifest\.json") as away:
+        check_copies(prepared, manifest, [gone, empty])
+    assert len(away.value.parts) == 2
+    shutil.copytree(prepared, other)
+    (other / "manifest.json").write_text(manifest.model_copy(update={"sources": ()}).text())
+    with pytest.raises(DataError, match=r"gone does not exist[^$]*other holds different data") as wrong:
+        check_copies(prepared, manifest, [gone, other])
+    assert not isinstance(wrong.value, AwayDataError)
 
 
 def test_a_tokenizer_that_is_no_json_is_refused(prepared, tmp_path):
