@@ -205,18 +205,18 @@ def _conversion(path: Path) -> str:
 
 def _left_out(reason: str, paths: list[Path]) -> SkippedFiles:
     endings = Counter(map(_ending_of, paths)).most_common(_ENDINGS_SHOWN)
-    names = tuple(_printable(path) for path in paths[:_NAMES_SHOWN])
+    names = tuple(printable(path.as_posix()) for path in paths[:_NAMES_SHOWN])
     return SkippedFiles(reason=reason, count=len(paths), endings=dict(endings), names=names)
 
 
-def _printable(path: Path) -> str:
-    """Return a path as text, with bytes that are not UTF-8 escaped, as the manifest needs."""
-    return path.as_posix().encode("utf-8", "backslashreplace").decode()
+def printable(path: str) -> str:
+    """Return a path with bytes that are not UTF-8 escaped, as the manifest needs."""
+    return path.encode("utf-8", "backslashreplace").decode()
 
 
 def _ending_of(path: Path) -> str:
     last = path.suffixes[-2:] if path.suffix in COMPRESSED else path.suffixes[-1:]
-    return _printable(Path("".join(last))) if last else "no ending"
+    return printable("".join(last)) if last else "no ending"
 
 
 @contextmanager

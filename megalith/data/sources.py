@@ -50,7 +50,7 @@ class Source:
     @property
     def name(self) -> str:
         """Name in the manifest: the last path component, so that a manifest does not depend on the location of the data."""
-        return self.path if self.path == bundled.AUSTEN else Path(self.path).resolve().name
+        return self.path if self.path == bundled.AUSTEN else files.printable(Path(self.path).resolve().name)
 
 
 def parse_source(text: str) -> Source:
@@ -174,7 +174,7 @@ def record(
         name=source.name,
         files=len(found.files),
         bytes=total,
-        sha256=hashlib.sha256("".join(lines).encode()).hexdigest(),
+        sha256=hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest(),
         left_out=found.left_out(),
     )
     return recorded, found

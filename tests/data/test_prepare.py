@@ -283,6 +283,16 @@ def test_a_file_of_a_folder_is_not_read_again_as_a_source(tmp_path):
     assert _texts(tmp_path / "out", "b", "train") == ["four"]
 
 
+def test_a_name_that_is_not_utf8_can_be_prepared(tmp_path):
+    folder, file = tmp_path / "d\udce9", tmp_path / "caf\udce9.txt"
+    folder.mkdir()
+    (folder / "caf\udce9.txt").write_text("one")
+    file.write_text("two")
+    prepare([f"folder={folder}", f"file={file}"], tokenizer=BYTES, out=tmp_path / "out", validation=0)
+    assert [source.name for source in read_manifest(tmp_path / "out").sources] == ["caf\\udce9.txt", "d\\udce9"]
+    assert _texts(tmp_path / "out", "folder", "train") == ["one"]
+
+
 def test_a_copy_of_a_source_is_refused(tmp_path):
     first = _lines(tmp_path / "a.jsonl", "one", "two")
     second = shutil.copy(first, tmp_path / "b.jsonl")
