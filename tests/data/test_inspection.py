@@ -1,4 +1,6 @@
+import errno
 import json
+import os
 import shutil
 
 import numpy as np
@@ -32,6 +34,21 @@ def test_a_flipped_bit_is_found_and_its_file_named(copy):
     assert "novel-train-00002.bin has sha256" in str(error.value)
     assert "words-validation-00000.idx has sha256" in str(error.value)
     assert "novel-train-00001" not in str(error.value)
+
+
+@pytest.mark.parametrize("reason", [errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC])
+def test_data_without_checksums_is_verified_where_nothing_can_be_written(reason, copy, monkeypatch):
+    def refuse(path, content):
+        raise OSError(reason, os.strerror(reason), str(path))
+
+    for path in copy.glob("*.sum"):
+        path.unlink()
+    monkeypatch.setattr("megalith.disk.write_whole", refuse)
+    if reason == errno.ENOSPC:
+        with pytest.raises(OSError, match="No space left"):
+            verify(copy)
+    else:
+        assert verify(copy) == read_manifest(copy)
 
 
 @pytest.mark.slow
