@@ -80,6 +80,7 @@ def prepare(
                     f"{out} already holds data that was prepared from other inputs: {'; '.join(differences)}. Choose another "
                     "folder, or use --overwrite."
                 )
+        _refuse_mount_point(out)  # it may hold the same data, but not be replaced
         read = _Read(total=sum(size(source, reading) for source in found))
         with _folder_for(out) as folder, _no_room_told(folder, out, read):
             manifest = Manifest(
@@ -106,10 +107,18 @@ def _options(**values: object) -> Options:
 def _check_out(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise DataError(f"{out} is a file; prepared data is a folder. Choose another name.")
-    if out.is_dir() and not (out / FILE).is_file() and any(out.iterdir()):
+    if (out / FILE).is_file():
+        return
+    _refuse_mount_point(out)
+    if out.is_dir() and any(out.iterdir()):
         raise DataError(
             f"{out} holds files that are not prepared data, so nothing is written to it. Choose a new or empty folder."
         )
+
+
+def _refuse_mount_point(out: Path) -> None:
+    if os.path.ismount(out.resolve()):
+        raise DataError(f"{out} is a mount point, which a complete folder cannot replace. Choose a folder in it.")
 
 
 def _record(sources: Sequence[Source], reading: Reading, shown: Bars) -> tuple[tuple[SourceRecord, ...], Unread]:

@@ -114,6 +114,22 @@ def test_files_that_are_not_prepared_data_are_never_touched(tmp_path):
     assert (tmp_path / "out" / "thesis.tex").read_text() == "mine"
 
 
+def test_a_mount_point_is_refused_before_the_work_unless_it_holds_the_data(tmp_path, monkeypatch):
+    source, out = _lines(tmp_path / "a.jsonl", "one", "two"), tmp_path / "out"
+    (tmp_path / "link").symlink_to("out")
+    monkeypatch.setattr("os.path.ismount", lambda path: path == out)
+    monkeypatch.setattr("megalith.data.prepare._write_domains", lambda *_: pytest.fail("the text is encoded"))
+    for given in (out, tmp_path / "link"):
+        with pytest.raises(DataError, match=rf"{given} is a mount point.*Choose a folder in it"):
+            prepare([source], tokenizer=BYTES, out=given)
+    monkeypatch.undo()
+    prepare([source], tokenizer=BYTES, out=out)
+    monkeypatch.setattr("os.path.ismount", lambda path: path == out)
+    prepare([source], tokenizer=BYTES, out=out)
+    with pytest.raises(DataError, match="out is a mount point"):
+        prepare([source], tokenizer=BYTES, out=out, seed=1, overwrite=True)
+
+
 @pytest.mark.slow
 def test_an_error_in_the_last_document_leaves_nothing_behind(tmp_path):
     path = tmp_path / "a.jsonl"
