@@ -289,11 +289,11 @@ class Stream:
             if saved.get(key) != value
         ]
         problems += [
-            (
-                f"{key} was {saved[key]!r}, but this version does not know this key. Resume with the version of Megalith that "
-                "saved the checkpoint, or start a new run."
-            )
-            for key in saved.keys() - now.keys()
+            f"{key} was {saved[key]!r}, but is now not set. {_WAYS_OUT[key]}, or start a new run."
+            if key in _WAYS_OUT
+            else f"{key} was {saved[key]!r}, but this version does not know this key. Resume with the version of Megalith that "
+            "saved the checkpoint, or start a new run."
+            for key in sorted(saved.keys() - now.keys())
         ]
         if problems:
             raise DataError.of(problems, title=f"{self._folder} does not give the samples that this run began with")

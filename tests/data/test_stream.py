@@ -235,6 +235,10 @@ def test_changed_data_or_settings_are_refused_with_every_difference(prepared, no
     assert f"tokenizer was '{tokenizer.fingerprint}'" in str(error.value)
     with pytest.raises(DataError, match="seed was 'not saved'"):
         Stream(prepared, seq_len=SEQ_LEN, seed=5).check_same({key: value for key, value in saved.items() if key != "seed"})
+    with pytest.raises(DataError) as error:
+        Stream(prepared, seq_len=SEQ_LEN, seed=5).check_same(saved | {"source": ["mine:Source", 1], "unheard": 2})
+    assert "source was ['mine:Source', 1], but is now not set. Restore data.source" in str(error.value)
+    assert "unheard was 2, but this version does not know this key" in str(error.value)
 
 
 def test_a_short_shard_or_another_tokenizer_is_refused_at_opening(prepared, tmp_path):
