@@ -198,4 +198,4 @@ def _show(found: AdviceResult) -> None:
     console.print(found.advice.words)
     if found.noise_scale is not None:
         console.print(f"The newest gradient noise scale up to step {found.step:,} was {found.noise_scale:,.3g} sequences.")
-    console.print(f"branches: {found.folder}")
+    console.print(f"branches: {found.folder}", soft_wrap=True, markup=False)

@@ -106,7 +106,7 @@ def _show(found: dict[str, Any]) -> None:
             table.add_row(name, part, *counts, f"{density:.2f}" if density else "-", f"{median:,.0f} tokens" if median else "-")
     console = Console(highlight=False)
     vocab, digest = found["tokenizer"]["vocab_size"], found["manifest_sha256"]
-    console.print(f"{found['folder']}: a vocabulary of {vocab:,} tokens, manifest {digest}", soft_wrap=True)
+    console.print(f"{found['folder']}: a vocabulary of {vocab:,} tokens, manifest {digest}", soft_wrap=True, markup=False)
     console.print(table)
     for name, domain in found["domains"].items():
         for text in domain["train"]["samples"]:

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from megalith.commands.advise import advise
+from megalith.commands.advise import AdviceResult, advise
+from megalith.planner.batch import Advice, BatchJudgement
 from megalith.spec import files
 from megalith.spec.problem import SpecErrors
 from tests import runs
@@ -69,6 +70,15 @@ def test_branches_are_trained_once_and_judged_on_what_the_run_validates(tmp_path
 def test_a_factor_that_makes_no_batch_is_a_usage_error(factors: str):
     result = call("advise", "batch", "runs/first", f"--factors={factors}")
     assert result.exit_code == 2 and "Factors are positive and finite" in " ".join(result.output.split()), result.output
+
+
+def test_a_folder_with_brackets_is_printed_as_it_is_named(monkeypatch: pytest.MonkeyPatch):
+    own = BatchJudgement(factor=1.0, batch=4, tokens=64, loss=1.0, excess=0.0, error=None, verdict="as good")
+    advice = Advice(rows=(own,), tolerance=0.005, critical=4, begins=None)
+    for folder in (Path("run[v2]"), Path("run[/v2]")):
+        found = AdviceResult(advice, folder, step=2, noise_scale=None)
+        monkeypatch.setattr("megalith.commands.advise.advise", lambda *_, found=found, **__: found)
+        assert call("advise", "batch", "run").stdout.endswith(f"branches: {folder}\n")
 
 
 def _names(spec):

@@ -21,3 +21,10 @@ def test_text_becomes_data_that_a_run_can_use():
     settings = ["--set", "data.path=data/novels", "--set", "train.steps=10"]
     assert call("check", "run.toml", *settings).exit_code == 0
     assert "Did you mean novels?" in call("check", "run.toml", *settings, "--set", "data.weights.novel=1").stderr
+
+
+def test_a_folder_with_brackets_is_printed_as_it_is_named():
+    Path("novels.txt").write_text("It is a truth universally acknowledged.")
+    for folder in ("data[v2]", "data[/v2]"):
+        call("data", "prepare", "novels.txt", "--tokenizer", "bytes", "--out", folder)
+        assert call("data", "inspect", folder).stdout.startswith(f"{folder}: a vocabulary of 257 tokens")
