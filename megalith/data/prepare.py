@@ -351,7 +351,7 @@ def _write_last(last: _Document, train: SplitWriter, validation: SplitWriter, op
     elif train.documents or options.validation == 0 or len(last.tokens) < 2:
         train.write(last.tokens, text_bytes=last.bytes)
     else:
-        tail = max(1, round(options.validation * len(last.tokens)))
+        tail = min(len(last.tokens) - 1, max(1, round(options.validation * len(last.tokens))))
         tail_bytes = round(last.bytes * tail / len(last.tokens))  # in proportion: a token need not be whole characters
         train.write(last.tokens[:-tail], text_bytes=last.bytes - tail_bytes)
         validation.write(last.tokens[-tail:], text_bytes=tail_bytes)

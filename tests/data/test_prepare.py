@@ -197,6 +197,13 @@ def test_a_single_document_holds_out_its_end(tmp_path):
     assert _texts(tmp_path / "out", "a", "validation") == ["y" * 10]
 
 
+def test_a_single_short_document_keeps_a_token_for_training(tmp_path):
+    source = _lines(tmp_path / "a.jsonl", "abc")
+    prepare([source], tokenizer=BYTES, out=tmp_path / "out", validation=0.99)
+    assert _texts(tmp_path / "out", "a", "train") == ["a"]
+    assert _texts(tmp_path / "out", "a", "validation") == ["bc"]
+
+
 def test_no_validation_is_possible(tmp_path):
     source = _lines(tmp_path / "a.jsonl", "one", "two")
     manifest = prepare([source], tokenizer=BYTES, out=tmp_path / "out", validation=0)
