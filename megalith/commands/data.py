@@ -20,7 +20,10 @@ Sources = Annotated[
 ]
 Split = Annotated[
     str | None,
-    typer.Option(help="How plain text is split into documents: blank, line, file, heading:REGEX or delimiter:REGEX."),
+    typer.Option(
+        help="How plain text is split into documents: blank, line, file, heading:REGEX or delimiter:REGEX. In a folder, each file of "
+        "plain text is one document."
+    ),
 ]
 Field = Annotated[str, typer.Option(help="JSON lines: the field that holds the text.")]
 Extensions = Annotated[

@@ -36,7 +36,7 @@ from megalith.data.manifest import (
 )
 from megalith.data.progress import Bars, bars
 from megalith.data.shards import SplitWriter, Tokens, settle
-from megalith.data.sources import Source, documents, parse_sources, record, size
+from megalith.data.sources import Source, check_split, documents, parse_sources, record, size
 from megalith.data.tokenizer import Tokenizer
 
 Unread = dict[Source, Collection[Path]]
@@ -61,6 +61,7 @@ def prepare(
     with other content (with `overwrite`, other prepared data is replaced), or if another `prepare` is writing to `out`.
     """
     options = _options(reading=reading, shard_tokens=shard_tokens, validation=validation, seed=seed)
+    check_split(reading)
     found = sorted(parse_sources(sources), key=lambda source: source.domain)  # stable: a domain's sources keep their order
     out = Path(out)
     _check_out(out)

@@ -180,6 +180,12 @@ def record(
     return recorded, found
 
 
+def check_split(reading: Reading) -> None:
+    """Raise DataError for a wrong `Reading.split`, also if no source contains text that is split."""
+    if reading.split is not None:
+        next(iter(_blocks((), reading.split, 0)), None)
+
+
 def documents(
     source: Source, reading: Reading = DEFAULT_READING, advance: Advance = lambda _: None, unread: Collection[Path] = ()
 ) -> Iterator[str]:
@@ -187,6 +193,7 @@ def documents(
 
     Raises DataError for text that is not UTF-8, JSON lines without the field, damaged compression, a wrong `Reading.split`.
     """
+    check_split(reading)
     if source.path == bundled.AUSTEN:
         text = bundled.austen()
         yield from _split(io.StringIO(text), reading.split or _CHAPTERS, reading.minimum)

@@ -235,6 +235,12 @@ def test_all_options_out_of_range_are_named_at_once(tmp_path):
     assert "shard_tokens=0" in str(error.value)
 
 
+def test_a_wrong_split_is_refused_before_a_folder_is_read(tmp_path):
+    with pytest.raises(DataError, match="split='words' is not one of"):
+        prepare([_mixed_folder(tmp_path / "d")], tokenizer=BYTES, out=tmp_path / "out", reading=Reading(split="words"))
+    assert [path.name for path in tmp_path.iterdir()] == ["d"]
+
+
 def test_a_domain_without_text_is_refused(tmp_path):
     (tmp_path / "empty.txt").write_text("\n\n")
     with pytest.raises(DataError, match="domain empty has no documents"):

@@ -141,8 +141,9 @@ def test_blank_lines_end_a_document_only_when_it_is_long_enough(tmp_path):
 def test_a_wrong_split_says_what_is_possible(split, says, tmp_path):
     path = tmp_path / "x.txt"
     path.write_text("a")
-    with pytest.raises(DataError, match=says):
-        _read(path, split=split)
+    for given in (path, tmp_path, "bundled:austen"):
+        with pytest.raises(DataError, match=says):
+            _read(given, split=split)
 
 
 def test_a_folder_gives_its_text_files_in_order_and_no_binaries(tmp_path):
