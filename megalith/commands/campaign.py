@@ -48,7 +48,7 @@ def command(
     seed: Annotated[int, typer.Option(help="Seed of the list of faults; the same seed gives the same list.")] = 0,
     settings: Settings = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for the runs with and without faults; emptied first. Default: runs/NAME-campaign.")
+        Path | None, typer.Option(help="Folder for the runs with and without faults; replaces a campaign in it. Default: runs/NAME-campaign.")
     ] = None,
     supervisor_kills: Annotated[int, typer.Option(min=0, help="Also kill the supervisor this many times.")] = 0,
     agent_kills: Annotated[
@@ -152,7 +152,8 @@ def campaign(
 ) -> "Judgement":
     """Train a run twice, first without faults and then with the faults of `faultload`, and compare the two.
 
-    Both run folders are in `out` (default: runs/NAME-campaign), which is emptied first. `aims`: time limits that must also be met.
+    Both run folders are in `out` (default: runs/NAME-campaign), and replace a campaign in it. `aims`: time limits that must also be met.
+    Raises FileExistsError if `out` has other files.
     """
     from megalith.fleet import injection
     from megalith.machine import networks
@@ -162,7 +163,6 @@ def campaign(
 
     spec = resolved.spec
     folder = _folder(spec, out)
-    runner.clear(folder)
     own_disk = spec.checkpoint.every > 0 and runner.may_mount()
     own_data = runner.may_copy(Path(spec.data.path))
     left_out, kinds = runner.possible(
@@ -179,7 +179,8 @@ def campaign(
         not_before=runner.not_before(checkpoint_every=spec.checkpoint.every),
     )  # fmt: skip
     steps = max(one.step for one in injections) + faults.AFTERMATH
-    listed = folder / "faults.json"
+    listed = folder / runner.LISTED
+    runner.clear(folder)  # only now: a refused command leaves an earlier campaign as it is
     injection.save(listed, injections)
     spec = spec.model_copy(update={"train": spec.train.model_copy(update={"steps": steps})})
     faultless, hurt = folder / runner.WHOLE, folder / runner.FAULTED

@@ -30,6 +30,8 @@ from megalith.spec.run import DataSpec
 POLL_SECONDS = 0.1
 REPAIR_SECONDS = 3.0  # until a lost node is back
 WHOLE, FAULTED, CHECKPOINTS = "whole", "faulted", "checkpoints"  # folders of a campaign, and of a run
+LISTED = "faults.json"  # the faults of a campaign on one machine
+MARKS = LISTED, f"{WHOLE}.log"  # what a campaign writes first; with sites it has no such list
 MAX_COPIED = 1 << 30  # bytes of data
 MAX_BY_HAND = 3  # unexpected ends after which the campaign gives up
 WRITTEN = 2  # steps within which a checkpoint that was due is on the disk
@@ -143,7 +145,13 @@ def data_of(spec: DataSpec, folder: Path) -> DataSpec:
 
 
 def clear(folder: Path) -> None:
-    """Empty a campaign's folder, and unmount the small disk that a killed campaign left."""
+    """Empty a campaign's folder, and unmount the small disk that a killed campaign left. Raises FileExistsError for a folder with files
+    that is not a campaign's, such as a project's or a run's."""
+    if folder.is_dir() and any(folder.iterdir()) and not any((folder / name).exists() for name in MARKS):
+        raise FileExistsError(
+            f"--out {folder} has files, but no campaign ({' or '.join(MARKS)}), and a campaign removes what is in its folder. Give a new "
+            "folder, or empty this one first."
+        )
     disk = folder / FAULTED / CHECKPOINTS
     if disk.is_mount():
         _unmount(disk)

@@ -23,7 +23,7 @@ from megalith.fleet.injection import Injection
 from megalith.fleet.rank_info import slot_of
 from megalith.fleet.tiers import Copy, Source, Tier
 from megalith.rehearse.arrivals import Fault
-from megalith.rehearse.campaign import FAULTED, REPAIR_SECONDS
+from megalith.rehearse.campaign import FAULTED, LISTED, REPAIR_SECONDS
 from megalith.rehearse.latencies import PROFILES, Latencies, calibrated
 from megalith.rehearse.scenario import HOUR, Scenario, TimeUse
 from megalith.rehearse.site import LIMIT, Site
@@ -128,7 +128,7 @@ def replay(folder: Path, *, like: Path | None = None) -> ReplayedCampaign:
     if not recorded.steps:
         raise ValueError(f"{run} has no step in its log: the campaign ended before the first step. Run it again")
     figures = measured(list(events.read(like / FAULTED if like else run)))
-    site = _Hurt(spec, figures, injection.load(folder / "faults.json")).live()
+    site = _Hurt(spec, figures, injection.load(folder / LISTED)).live()
     return ReplayedCampaign(recorded, figures, site.seconds, site.tally.restarts.total())
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from megalith.fleet import injection
-from megalith.rehearse.campaign import aimed, clear, data_of, may_copy, may_mount, possible, run, small_disk
+from megalith.rehearse.campaign import LISTED, aimed, clear, data_of, may_copy, may_mount, possible, run, small_disk
 from megalith.rehearse.faults import OF_ONE_MEMORY
 from megalith.spec.fleet import FleetSpec
 from megalith.spec.run import DataSpec
+from tests.commands.calling import call, write_run
 from tests.fleet.conftest import is_alive, until
 from tests.patience import PATIENCE
 
@@ -79,10 +80,37 @@ def test_what_was_written_to_a_small_disk_is_there_afterwards(tmp_path: Path):
 def test_a_campaign_that_was_killed_leaves_no_disk_behind_for_the_next(tmp_path: Path):
     disk = tmp_path / "out" / "faulted" / "checkpoints"
     disk.mkdir(parents=True)
+    (tmp_path / "out" / LISTED).touch()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "test", str(disk)], check=True)
     clear(tmp_path / "out")
     assert (tmp_path / "out").is_dir()
     assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_refused_command_leaves_an_earlier_campaign_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    write_run()
+    (tmp_path / "out" / "whole").mkdir(parents=True)
+    (tmp_path / "out" / LISTED).touch()
+    result = call("campaign", "run.toml", "--kind", "typo", "--out", "out")
+    assert result.exit_code == 2
+    assert "--kind 'typo' is not known" in " ".join(result.stderr.split())
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [LISTED, "whole"]
+
+
+@pytest.mark.parametrize("name", ["run.toml", "data", "events.jsonl"])
+def test_a_campaign_takes_no_folder_with_files_of_others(tmp_path: Path, name: str):
+    (tmp_path / name).touch()
+    with pytest.raises(FileExistsError, match="has files, but no campaign.*Give a new folder, or empty this one first"):
+        clear(tmp_path)
+    assert (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize("name", ["faults.json", "whole.log"])
+def test_a_campaign_replaces_the_one_before(tmp_path: Path, name: str):
+    (tmp_path / name).touch()
+    clear(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal")

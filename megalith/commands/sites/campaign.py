@@ -28,7 +28,7 @@ def campaign(
 ) -> "SitesJudgement":
     """Train a run across sites twice, without faults and with `count` faults of `kinds` (default: all), and judge the second run.
 
-    Both runs, and a replay of the second run, are in `folder`, which is emptied first. `minutes`: time limit for both runs together."""
+    Both runs, and a replay of the second run, are in `folder`, and replace a campaign in it. `minutes`: time limit for both runs together."""
     from megalith.machine.wire import Conditions
     from megalith.rehearse import campaign as runner
     from megalith.rehearse import site_campaign, site_faults, site_judge
@@ -38,13 +38,13 @@ def campaign(
 
     sites = resolved.spec.sites
     assert sites is not None
-    runner.clear(folder)
     grace = sites.grace or site_faults.GRACE
     faults = site_faults.draw(count, seed=seed, sites=sites.count, grace=grace, kinds=kinds or tuple(site_faults.KINDS))
     between = -(-sites.inner_steps // sites.fragments)
     train = resolved.spec.train.model_copy(update={"steps": between * site_faults.merges_of(faults)})
     fleet = resolved.spec.fleet.model_copy(update={"hang_floor": max(HANG_FLOOR, resolved.spec.fleet.hang_floor)})
     spec = resolved.spec.model_copy(update={"train": train, "fleet": fleet})
+    runner.clear(folder)
     file = folder / "run.toml"
     file.write_text(files.dump(replace(resolved, spec=spec)), encoding="utf-8")
     command = [sys.executable, "-m", "megalith.cli", "train", str(file), "--run-dir"]
