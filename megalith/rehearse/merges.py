@@ -189,7 +189,7 @@ def _periods(site: Site, work: float) -> list[_Period]:
     restart."""
     progress, at = site.first_reached()
     ends = np.interp(np.arange(1, int(site.progress // work) + 1) * work, progress, at)
-    begins = np.concatenate([[0.0], ends[:-1]])
+    begins = np.concatenate([[0.0], ends])[: len(ends)]
     starts = np.array(site.starts[1:])
     before = np.searchsorted(starts, ends) - 1
     return [
@@ -200,6 +200,9 @@ def _periods(site: Site, work: float) -> list[_Period]:
 
 def _used(member: _Member, site: Site, work: float, horizon: float) -> dict[TimeUse, float]:
     """Return a site's seconds by use: its life so far, its waits for other sites, and (as lost time) work that no merge included."""
+    if not member.periods:  # the site never got as far as a merge
+        spent = site.seconds
+        return spent | {TimeUse.USEFUL: 0.0, TimeUse.LOST: spent[TimeUse.LOST] + spent[TimeUse.USEFUL]}
     other = {what: seconds for what, seconds in site.seconds.items() if what is not TimeUse.USEFUL}
     scale = max(0.0, member.lived - (member.merged + member.lost) * work) / (sum(other.values()) or 1.0)
     shares = {what: scale * seconds for what, seconds in other.items()} | {TimeUse.USEFUL: member.merged * work}

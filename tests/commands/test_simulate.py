@@ -41,6 +41,22 @@ def test_a_simulation_is_a_table_a_picture_and_json():
     assert f"goodput {said['goodput']:.1%}" in result.stdout
 
 
+@pytest.mark.parametrize(
+    ("days", "arguments"),
+    [
+        (1.0, ["--cluster", "h100:64", "--set", "merge_every=200000"]),
+        (0.005, ["--cluster", "h100:64"]),
+        (2.0, ["--cluster", "h100:1024", "--set", "interruptions=0.05"]),
+    ],
+)
+def test_sites_that_never_merge_do_no_useful_work(days: float, arguments: list[str]):
+    result = call("simulate", *arguments, "--sites", "2", "--days", str(days), "--seeds", "1", "--json")
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout)
+    assert said["goodput"] == 0
+    assert sum(said["seconds"].values()) == pytest.approx(days * 86_400)
+
+
 def test_too_few_spares_are_said():
     assert (
         "0 spares are too few"
