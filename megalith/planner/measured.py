@@ -3,6 +3,7 @@ parts."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from math import exp, log
 from pathlib import Path
 from statistics import median
@@ -20,14 +21,16 @@ from megalith.planner.search import assumed
 from megalith.spec.base import AbsentError
 from megalith.spec.files import SPEC_FILE
 from megalith.spec.model import MoeSpec
+from megalith.spec.phases import Phases, during
+from megalith.spec.plan import Plan
 from megalith.spec.problem import Problem, SpecErrors
 from megalith.spec.run import RunSpec
 
 if TYPE_CHECKING:
-    from megalith.events import Step
+    from megalith.events import PhaseBegan, RunStarted, Step
 
 WARM = 3
-"""Number of first steps of a run that are not measured, because of compilation and caches."""
+"""Number of first steps of a plan or phase that are not measured, because of compilation and caches."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ def _of_row(row: Row, workload: Workload, software: str) -> Own:
 
 def _run(folder: Path) -> Own:
     """Return the row of a run: its median step time after the first steps, and the peak memory of its first rank."""
-    spec, steps = spec_of(folder), steps_of(folder)
+    spec, steps = newest(folder)
     peak = max(step.memory.get("peak", 0) for step in steps)
     return _over(folder.name, OURS, workload_of(spec), median(step.seconds for step in steps), peak)
 
@@ -117,15 +120,52 @@ def unreadable(error: ValidationError) -> str:
     return f"another version of Megalith wrote the run's {SPEC_FILE}: this version refuses {', '.join(keys) or 'this file'}"
 
 
-def steps_of(folder: Path) -> "list[Step]":
-    """Return the newest attempt of each step of a run, without the first WARM steps. Raises ValueError if no step is left."""
+def newest(folder: Path) -> "tuple[RunSpec, list[Step]]":
+    """Return a run as its newest steps are made, and these steps: all with the newest plan, cluster, sequence length and batch, except the
+    first WARM. A prediction holds for no others. Raises as `spec_of`, and ValueError if no step is left."""
     from megalith import events  # most searches measure nothing, and these take long to import
 
-    tries = {step.step: step for step in events.of_kind(events.read(folder), events.Step)}
-    steps = [tries[number] for number in sorted(tries)][WARM:]
-    if not steps:
-        raise ValueError(f"the run has no step after its first {WARM}")
-    return steps
+    spec, start = spec_of(folder), None
+    steps, phases = dict[int, events.Step](), dict[int, events.PhaseBegan]()
+    for event in events.read(folder):
+        match event:
+            case events.Step():
+                steps[event.step] = event
+            case events.PhaseBegan():
+                phases[event.step] = event
+            case events.RunStarted():
+                again = start is not None and _layout(start) == _layout(event)
+                steps = {number: step for number, step in steps.items() if again and number <= event.resumed_step}
+                phases = {number: phase for number, phase in phases.items() if number <= event.resumed_step}
+                start = event
+            case _:
+                pass
+    alike = _alike([phases[number] for number in sorted(phases)])
+    kept = [steps[number] for number in sorted(steps) if not alike or number >= alike[0].step][WARM:]
+    if not kept:
+        raise ValueError(f"the run has no step after the first {WARM} with its newest plan and batch")
+    known = Phases.of(spec).all
+    spec = during(spec, known[min(alike[-1].number if alike else 0, len(known) - 1)])
+    return spec.model_copy(update={"plan": _plan(start) or spec.plan}), kept
+
+
+def _layout(start: "RunStarted") -> tuple[object, ...]:
+    return start.spec.get("plan"), start.spec.get("cluster")
+
+
+def _plan(start: "RunStarted | None") -> Plan | None:
+    """Return the plan of a start, which differs from the run's if devices were lost; None if this version cannot read it."""
+    try:
+        return None if start is None else Plan.model_validate(start.spec.get("plan"))
+    except ValidationError:
+        return None
+
+
+def _alike(phases: "Sequence[PhaseBegan]") -> "list[PhaseBegan]":
+    """Return the last phases that have the same sequence length and batch, and so the same cost."""
+    shapes = [(one.seq_len, one.global_batch) for one in phases]
+    count = len(list(takewhile(lambda shape: shape == shapes[-1], reversed(shapes))))
+    return list(phases[len(phases) - count :])
 
 
 def _over(name: str, software: str, workload: Workload, seconds: float | None, peak: float | None) -> Own:

@@ -12,7 +12,7 @@ from megalith.cost.predicted import workload_of
 from megalith.cost.software import hiding
 from megalith.planner.explain import neighbours
 from megalith.planner.gains import NOTABLE, TERMS, Try, tries
-from megalith.planner.measured import spec_of, steps_of
+from megalith.planner.measured import newest
 from megalith.planner.problems import plan_problems
 from megalith.planner.search import Scorer
 from megalith.spec.run import RunSpec
@@ -60,7 +60,7 @@ class SlowdownReport:
 def slowdown(folder: Path, *, tried: bool = True) -> SlowdownReport:
     """Compare the run in a folder with its prediction. `tried`: predict other plans too. Raises ValueError if the run names
     no cluster or has too few steps."""
-    spec, steps = spec_of(folder), steps_of(folder)
+    spec, steps = newest(folder)
     here = by_term(Scorer(calibration()).estimate(workload_of(spec)).time)
     measured = {
         name: median(sum(step.breakdown.get(kind, 0.0) for kind in kinds) for step in steps) for name, kinds in TERMS.items()

@@ -12,9 +12,12 @@ from megalith.commands.report import report
 from megalith.cost.estimate import estimate
 from megalith.cost.predicted import workload_of
 from megalith.events.log import EventLog
+from megalith.planner.measured import measured
 from megalith.planner.slowdown import by_term, slowdown
 from megalith.report import plans
 from megalith.spec.files import FILE, SPEC_FILE
+from megalith.spec.phases import Phases, during
+from megalith.spec.run import RunSpec
 from megalith.watch.predict import ask
 from tests.specs import tiny_run
 
@@ -56,6 +59,54 @@ def test_a_run_that_takes_what_was_predicted_has_nothing_to_blame(tmp_path: Path
     assert found.to_blame is None
     assert found.measured == pytest.approx(found.predicted)
     assert "No term" in plans.slower(found)
+
+
+def started(run: RunSpec, resumed: int) -> events.RunStarted:
+    return events.RunStarted(run.model_dump(mode="json"), "H100", run.ranks, resumed, {}, None, "", 1.0, "", 1)
+
+
+def step(number: int, seconds: float) -> events.Step:
+    return events.Step(number, 3.0, 1.0, 1e-3, 64, 64 * number, seconds, 1.0, None, {"forward": seconds}, {"peak": 2**30})
+
+
+def test_steps_with_an_earlier_plan_are_not_compared(tmp_path: Path):
+    """100 steps of 10 s, then 30 steps of 5 s with another plan, the first of them slow, and a last start after the 125th."""
+    before = RUN.model_copy(update={"plan": RUN.plan.model_copy(update={"data": 1})})
+    (tmp_path / SPEC_FILE).write_text(RUN.model_dump_json())
+    log = EventLog(tmp_path)
+    for run, first, last, seconds in ((before, 1, 100, 10.0), (RUN, 101, 130, 5.0), (RUN, 126, 130, 5.0)):
+        log.write(started(run, first - 1))
+        for number in range(first, last + 1):
+            log.write(step(number, 99.0 if 100 < number < 104 else seconds))
+    found = slowdown(tmp_path, tried=False)
+    assert found.measured == 5.0
+    assert found.predicted == pytest.approx(estimate(workload_of(RUN)).time.step)
+
+
+def test_steps_on_fewer_devices_are_compared_with_the_plan_that_they_had(tmp_path: Path):
+    fewer = RUN.model_copy(update={"plan": RUN.plan.model_copy(update={"data": 1})})
+    run = folder(tmp_path / "run")
+    log = EventLog(run)
+    log.write(started(fewer, 7))
+    for number in range(8, 13):
+        log.write(step(number, 5.0))
+    assert slowdown(run, tried=False).predicted == pytest.approx(estimate(workload_of(fewer)).time.step)
+
+
+def test_a_phase_is_compared_with_the_prediction_of_its_own_batch(tmp_path: Path):
+    points = ({"begin": 16 * 10, "global_batch": 32}, {"begin": 16 * 10 + 32 * 10, "weights": {"a": 1.0}})
+    spec = RUN.model_copy(update={"data": RUN.data.model_validate({"path": "unused", "phases": points})})
+    (tmp_path / SPEC_FILE).write_text(spec.model_dump_json())
+    one, two = (estimate(workload_of(during(spec, phase))).time.step for phase in Phases.of(spec).all[:2])
+    assert two > 1.2 * one
+    log, firsts = EventLog(tmp_path), {1: (0, 16), 11: (1, 32), 21: (2, 32)}
+    for number in range(1, 24):
+        if number in firsts:
+            log.write(events.PhaseBegan(number, 0, firsts[number][0], 256, firsts[number][1], {}))
+        log.write(step(number, one if number < 11 else two))
+    found = slowdown(tmp_path, tried=False)
+    assert found.measured / found.predicted == pytest.approx(1.0)
+    assert measured([tmp_path], "megalith")[0].ratio == pytest.approx(1.0)
 
 
 def test_what_is_to_be_tried_gains_most_first_and_takes_from_what_was_slow(tmp_path: Path):
