@@ -1,6 +1,7 @@
-"""Numbers in human-readable form."""
+"""Numbers in human-readable form, and numbers for JSON."""
 
 from math import exp, isfinite, log2
+from typing import Any
 
 NOTHING = "–"
 BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -94,3 +95,12 @@ def _digits(value: float) -> str:
 def skipped(lines: int) -> str:
     """Describe how many lines of a log hold no event."""
     return f"{lines} line{'s' * (lines > 1)} of the log without an event"
+
+
+def finite(value: Any) -> Any:
+    """Return a value for JSON, which lacks NaN and infinity: None replaces each number that is not finite."""
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: finite(each) for name, each in value.items()}
+    return [finite(each) for each in value] if isinstance(value, list | tuple) else value

@@ -398,7 +398,7 @@ function fillLoss() {
       if (!many) rows.push(["validation", one]);
       if (!many && domains.length > 1) domains.slice(0, 5).forEach((domain, i) => {
         const f = bitsOf(found, domain);
-        series.push({name: "  " + domain, x: found.validation.map(v => v.step), y: found.validation.map(v => v.domains[domain] === undefined || f === null ? null : v.domains[domain] * f), colour: ["c2", "c3", "c4", "c5", "c7"][i], dots: true});
+        series.push({name: "  " + domain, x: found.validation.map(v => v.step), y: found.validation.map(v => v.domains[domain] == null || f === null ? null : v.domains[domain] * f), colour: ["c2", "c3", "c4", "c5", "c7"][i], dots: true});
         rows.push([domain, ["c2", "c3", "c4", "c5", "c7"][i]]);
       });
     }

@@ -415,7 +415,7 @@ PANELS: dict[str, Callable[[Source, Asked], dict[str, Any]]] = {
 
 
 def panel(source: Source, name: str, asked: Asked | None = None) -> dict[str, Any]:
-    """Return a panel's data. Raises KeyError for an unknown name."""
+    """Return a panel's data, with None for each number that is not finite. Raises KeyError for an unknown name."""
     made = PANELS[name]
     with source.lock:
-        return made(source, asked or {})
+        return units.finite(made(source, asked or {}))

@@ -128,5 +128,5 @@ def test_a_rank_slowed_by_a_fifth_is_named_within_20_steps_and_nobody_else(
     )
     if answer["gain"] > causes.GAIN:  # other programs may take most of a step's time here
         (cause,) = [one for one in panels.panel(source, "what-if")["causes"] if one["kind"] == "slow rank"]
-        assert cause["who"] == (SLOW,) and cause["gain"] == pytest.approx(answer["gain"])
+        assert cause["who"] == [SLOW] and cause["gain"] == pytest.approx(answer["gain"])
     source.close()

@@ -95,10 +95,10 @@ def test_a_rank_without_peers_is_compared_with_its_past(ranks: int, tmp_path: Pa
     named = lambda folder, *works: panels.panel(write_timed(tmp_path / folder, plan, works), "what-if")["causes"]  # noqa: E731
     assert not [one for one in named("well", *[usual] * 40) if one["kind"] == "slow rank"]
     (found,) = [one for one in named("slow", *[usual] * ENOUGH, *[usual * slow] * WINDOW) if one["kind"] == "slow rank"]
-    assert found["who"] == (1,) and "1.2" in found["words"] and "as long as earlier" in found["words"]
+    assert found["who"] == [1] and "1.2" in found["words"] and "as long as earlier" in found["words"]
     whole, calm = (true_seconds(plan, work, run_folder.BATCH) for work in (usual * slow, usual))
     assert 1 / (1 - found["gain"]) == pytest.approx(whole / calm, rel=0.02)
-    assert named("long slow", *[usual] * ENOUGH, *[usual * slow] * 300)[0]["who"] == (1,), "also when it has been slow for long"
+    assert named("long slow", *[usual] * ENOUGH, *[usual * slow] * 300)[0]["who"] == [1], "also when it has been slow for long"
     assert not [one for one in named("always", *[usual * slow] * 40) if one["kind"] == "slow rank"], "perhaps its stage is larger"
 
 

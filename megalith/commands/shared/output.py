@@ -2,7 +2,6 @@
 
 import errno
 import json
-import math
 import os
 import sys
 import textwrap
@@ -17,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from megalith import disk
+from megalith.report import units
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -76,16 +76,7 @@ def lossy_output() -> Iterator[None]:
 def print_json(value: Any) -> None:
     """Print a value, or a dataclass, as one JSON object. NaN and infinity, which JSON lacks, become null."""
     plain = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-    print(json.dumps(_finite(plain), indent=1, default=str))
-
-
-def _finite(value: Any) -> Any:
-    """Return a value in which None replaces numbers that are not finite."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
-    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
+    print(json.dumps(units.finite(plain), indent=1, default=str))
 
 
 WAYS_OUT = {
