@@ -15,6 +15,7 @@ from megalith.events import (
     Checkpoint,
     Event,
     Holding,
+    Incident,
     Kind,
     Lowered,
     PhaseBegan,
@@ -31,10 +32,40 @@ from megalith.events import (
     Step,
     Validation,
 )
+from megalith.fleet import commands
 from megalith.machine.origin import without_user
 from megalith.spec.files import PROVENANCE_FILE, STARTED
 from megalith.spec.plan import Plan
 from megalith.spec.sites import SitesSpec, part_of_batch
+
+
+GOES_ON = frozenset(one.kind for one in (commands.Restart, commands.Shrink, commands.Grow, commands.Wait, commands.SaveState))
+"""Kinds of commands of an incident after which the ranks start again."""
+
+
+class Ending:
+    """The end of a run, read event by event. `event`: the run's end; None: it has not ended. Ranks that a fault or a preemption ends
+    log this end too, although the controller starts them again: it logs the incident shortly before or after."""
+
+    def __init__(self) -> None:
+        self.event: RunFinished | None = None
+        self._last: RunFinished | None = None  # also an end that the run recovers from
+        self._recovers = False
+
+    def take(self, event: Event) -> None:
+        """Take the next event of the log."""
+        match event:
+            case RunStarted():
+                self.event, self._last, self._recovers = None, None, False
+            case Incident():
+                kinds = {command.get("kind") for command in event.commands}
+                if commands.Stop.kind in kinds:
+                    self.event, self._recovers = self._last, False
+                elif kinds & GOES_ON:
+                    self.event, self._recovers = None, True
+            case RunFinished():
+                self._last = event
+                self.event = None if self._recovers and event.reason in ("lost", "stopped") else event
 
 
 @dataclass(frozen=True)
@@ -157,13 +188,14 @@ def gather(records: Iterable[Event]) -> History:
     checkpoints: dict[int, Checkpoint] = {}
     repeated: list[Step] = []
     problems: list[Problem] = []
-    finished: RunFinished | None = None
+    ending = Ending()
     moved = False  # the ranks started again, perhaps on another mesh: the first new holding replaces all older ones
     for record in whole:
+        ending.take(record)
         match record:
             case RunStarted():
                 starts.append(record)
-                finished, moved = None, True
+                moved = True
                 repeated += _pop_after(steps, record.resumed_step)
                 _pop_after(validations, record.resumed_step)
                 _pop_after(watched, record.resumed_step - 1)  # a step's own come before it
@@ -199,8 +231,6 @@ def gather(records: Iterable[Event]) -> History:
                 problems.append(Problem("warning", record.words, time=record.time))
             case Problem():
                 problems.append(record)
-            case RunFinished():
-                finished = record
     return History(
         events=whole,
         starts=starts,
@@ -214,7 +244,7 @@ def gather(records: Iterable[Event]) -> History:
         holdings=_in_order(holdings),
         checkpoints=_in_order(checkpoints),
         problems=problems,
-        finished=finished,
+        finished=ending.event,
     )
 
 

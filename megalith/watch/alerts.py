@@ -14,11 +14,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from megalith.events import RunFinished
 from megalith.spec.alerts import AlertsSpec, address_of
 from megalith.watch.health import RunHealth, run_health
 from megalith.watch.signs import HealthMessage
 from megalith.watch.source import Source
 
+FINAL = 10.0  # seconds for which a logged end must stand: ranks log theirs up to 2 s before the incident that starts them again
 GONE = 60.0  # seconds that a sign must have been gone before it counts as a new one
 COMMAND_SECONDS, POST_SECONDS = 60.0, 10.0  # that a delivery may take
 TRIES = (0.0, 2.0, 10.0)  # seconds waited before each try to post
@@ -59,10 +61,11 @@ class Alerts:
         self._sent: dict[str, float] = {}
         self._seen: dict[str, float] = {}
         self._begun: float | None = None  # when it was looked at for the first time
+        self._end: tuple[RunFinished | None, float] = None, 0.0  # the logged end, and when it was seen first
 
     def check(self, now: float) -> list[Alert]:
         """Send new alerts, and return them. `now`: monotonic seconds. Silence is counted only from the first call on, because the
-        clock of the machine that wrote the log may be behind."""
+        clock of the machine that wrote the log may be behind. An end counts once it is final (`is_over`)."""
         if self._source.behind:
             return []
         try:
@@ -76,13 +79,22 @@ class Alerts:
                 [HealthMessage("bad", f"The run's files cannot be read: {error or type(error).__name__}", "silent")],
             )
         self._begun = now if self._begun is None else self._begun
-        says = [message for message in found.says if message.sign != "silent" or now - self._begun >= (found.limit or 0.0)]
+        ready = {"silent": now - self._begun >= (found.limit or 0.0), "ended": self.is_over(now)}
+        says = [message for message in found.says if ready.get(message.sign, True)]
         return [alert for message in says if (alert := self._judge(message, found.step, now))]
+
+    def is_over(self, now: float) -> bool:
+        """True if the run has ended, and its controller no longer starts the ranks again."""
+        end = self._source.finished
+        if end is not self._end[0]:
+            self._end = end, now
+        return end is not None and (end.reason == "finished" or now - self._end[1] >= FINAL)
 
     def lost(self, now: float) -> list[Alert]:
         """Send an alert that the training command has ended without logging its end. If the log does contain its end, do the same
         as `check`."""
         if self._source.finished is not None:
+            self._end = self._source.finished, now - FINAL
             return self.check(now)
         return [alert for alert in [self._judge(LOST, self._source.last_step(), now)] if alert]
 

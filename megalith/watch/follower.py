@@ -32,7 +32,7 @@ def follow(sources: Sequence[Source], rules: AlertsSpec, *, parent: int | None) 
         for source, one in pairs:
             check(source, one)
         if parent is None:
-            if all(source.finished is not None for source in sources):
+            if all(one.is_over(time.monotonic()) for one in alerts):
                 break
             time.sleep(EVERY)
         elif select.select([parent], [], [], EVERY)[0]:

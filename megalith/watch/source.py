@@ -45,7 +45,7 @@ from megalith.events import (
 from megalith.fleet.rank_info import slot_of
 from megalith.mesh import Mesh
 from megalith.pyramid import View
-from megalith.report.history import heading, plan_of, tokens_a_byte
+from megalith.report.history import Ending, heading, plan_of, tokens_a_byte
 from megalith.spec.alerts import AlertsSpec
 from megalith.spec.plan import Plan
 from megalith.watch import index, predict
@@ -103,7 +103,7 @@ class Source:
         self.merges: deque[Merge] = deque(maxlen=KEPT)
         self.merged = MergeTotals()
         self.holdings: dict[int, Holding] = {}
-        self.finished: RunFinished | None = None
+        self._ending = Ending()
         self.last_time = 0.0  # of the newest event
         self._came = 0.0  # when the newest event came, by this machine's clock; 0: it was there before
         self.revision = 0
@@ -180,12 +180,12 @@ class Source:
     def _take(self, event: Event) -> None:
         if not isinstance(event, Sample):  # `generate` adds these when the run is over
             self.last_time = max(self.last_time, event.time)
+        self._ending.take(event)
         match event:
             case Step():
                 self.left_out = event.left_out
             case RunStarted():
                 self.starts.append(event)
-                self.finished = None
                 self.holdings = {}
             case Validation():
                 self.validations.append(event)
@@ -214,10 +214,13 @@ class Source:
                 self.merged = self.merged.and_one(event)
             case Holding():
                 self.holdings[event.rank] = event
-            case RunFinished():
-                self.finished = event
 
     # What the run is
+
+    @property
+    def finished(self) -> RunFinished | None:
+        """The end of the run; None if it has not ended, or recovers from the end of its ranks."""
+        return self._ending.event
 
     @property
     def start(self) -> RunStarted | None:

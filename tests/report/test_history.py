@@ -35,6 +35,13 @@ def test_a_new_start_reopens_a_failed_run():
     assert told(*failed, start(1)).state.startswith("running")
 
 
+def test_ranks_that_a_fault_ended_do_not_end_a_run_that_starts_them_again():
+    lost = (start(), step(1), events.RunFinished("lost", -1))
+    incident = lambda kind: events.Incident(1, 0.0, 1, "rank_failed", "killed", "a", 3, {}, [{"kind": kind}])  # noqa: E731
+    assert told(*lost, incident("restart")).state.startswith("running")
+    assert told(*lost, incident("check_health")).state == "lost" == told(*lost, incident("stop")).state
+
+
 def test_a_start_on_fewer_ranks_forgets_the_ranks_that_are_gone():
     run = told(start(), *holdings(), start(), *holdings()[:2])
     assert [h.rank for h in run.holdings] == [0, 1]

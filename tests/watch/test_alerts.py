@@ -18,6 +18,7 @@ from megalith.control.times import Times
 from megalith.fleet.heartbeat import KINDS, Beat
 from megalith.spec.alerts import AlertsSpec
 from megalith.watch.alerts import Alert, Alerts, post, run
+from megalith.watch.health import run_health
 from megalith.watch.signs import HealthMessage
 from megalith.watch.source import Source
 from tests.report.run_folder import start, step
@@ -134,6 +135,42 @@ def test_an_end_is_told_with_its_error_and_a_good_one_if_asked_for(tmp_path: Pat
     _more(tmp_path / "good", other, events.RunFinished("finished", 80))
     assert [one.sign for one in _looked(other)] == ["finished"]
     assert _looked(other, AlertsSpec(run="true")) == []
+
+
+def _restart(number: int, kind: str) -> events.Incident:
+    return events.Incident(number, time.time(), 80, "rank_failed", "rank 3 was killed", "a", 3, {}, [{"kind": kind}])
+
+
+def test_an_end_that_the_run_recovers_from_is_not_told_and_the_next_one_is(tmp_path: Path) -> None:
+    source = _live(tmp_path)
+    alerts = Alerts(source, ALL, lambda _: None)
+    assert alerts.check(0.0) == []
+    _more(tmp_path, source, events.RunFinished("lost", -1))
+    assert alerts.check(100.0) == [], "the incident may follow"
+    assert not alerts.is_over(105.0)
+    _more(tmp_path, source, _restart(1, "restart"))
+    assert alerts.check(200.0) == [] and run_health(source).phase == "recovering"
+    _more(tmp_path, source, events.RunFinished("lost", -1))
+    assert alerts.check(300.0) == [] == alerts.check(400.0) and not alerts.is_over(400.0), "the ranks failed again, before they began"
+    _more(tmp_path, source, events.Problem("error", "rank 3 was killed"), _restart(2, "stop"))
+    found = [*alerts.check(500.0), *alerts.check(505.0), *alerts.check(511.0), *alerts.check(600.0)]
+    assert [(one.sign, one.words) for one in found] == [("ended", "The run has ended: lost. rank 3 was killed")]
+    assert alerts.is_over(600.0)
+
+
+def test_the_ranks_that_a_preemption_stops_start_again(tmp_path: Path) -> None:
+    source = _live(tmp_path)
+    _more(tmp_path, source, _restart(1, "save_state"), events.RunFinished("stopped", 80))
+    assert _looked(source) == [] and run_health(source).phase == "recovering"
+    _more(tmp_path, source, start(80), step(81, seconds=1.0, time=time.time()), events.RunFinished("stopped", 81))
+    assert run_health(source).state == "stopped"
+
+
+def test_an_end_is_told_at_once_when_the_command_has_ended(tmp_path: Path) -> None:
+    source = _live(tmp_path)
+    alerts = Alerts(source, ALL, lambda _: None)
+    _more(tmp_path, source, events.RunFinished("failed", 80))
+    assert [one.words for one in alerts.lost(0.0)] == ["The run has ended: failed."]
 
 
 @pytest.mark.slow
