@@ -27,6 +27,7 @@ from megalith.events import (
     Validation,
     of_kind,
 )
+from megalith.fleet.commands import Stop
 from megalith.fleet.observations import Straggler
 
 
@@ -179,8 +180,21 @@ def _slow_times(events: Sequence[Event]) -> list[tuple[float, float]]:
     return [(one.began, ends[one.incident].time if one.incident in ends else one.time) for one in stragglers]
 
 
-def _recoveries(events: Iterable[Event]) -> dict[int, Recovery]:
-    return {recovery.incident: recovery for recovery in of_kind(events, Recovery)}
+def _recoveries(events: Sequence[Event]) -> dict[int, Recovery]:
+    """Return the recoveries from incidents. If the controller was killed before it logged a recovery, the next start is used. There
+    is no recovery from an incident that stopped the run."""
+    starts, found = of_kind(events, RunStarted), dict[int, Recovery]()
+    for one in of_kind(events, Incident):
+        start = next((start for start in starts if start.time > one.time), None)
+        if start is not None and not _stops(one.commands):
+            step, lost = start.resumed_step, max(0, one.step - start.resumed_step)
+            found[one.incident] = Recovery(one.incident, step, f"step {step}", lost, time=start.time)
+    return found | {recovery.incident: recovery for recovery in of_kind(events, Recovery)}
+
+
+def _stops(commands: Iterable[Mapping[str, Any]]) -> bool:
+    """True if the response to an incident was to end the run, so that only a user can start it again."""
+    return any(command.get("kind") == Stop.kind for command in commands)
 
 
 def _of_pauses(events: Sequence[Event]) -> list[Interval]:
@@ -200,10 +214,12 @@ def _of_pauses(events: Sequence[Event]) -> list[Interval]:
 
 def _of_incidents(events: Sequence[Event], steps: Sequence[Step]) -> list[Interval]:
     """Return the intervals of detection and of recovery, and the lost time of interrupted steps. Recovery ends at the beginning
-    of the first step after a restart, although the incident's event of recovery is logged later."""
+    of the first step after a restart, although the incident's event of recovery is logged later. It also ends when the run is
+    stopped."""
     ends = sorted(step.time for step in steps)
     begins = sorted(step.time - step.seconds for step in steps)
     starts = sorted(start.time for start in of_kind(events, RunStarted))
+    stops = [one.time for one in of_kind(events, Incident) if _stops(one.commands)]
     recovered = _recoveries(events)
     last = max((event.time for event in events), default=0.0)
     found = []
@@ -215,6 +231,7 @@ def _of_incidents(events: Sequence[Event], steps: Sequence[Step]) -> list[Interv
         if start and starts[start - 1] > one.time:
             after = bisect_left(begins, starts[start - 1])
             over = begins[after] if after < len(begins) else over
+        over = min([over, *(stop for stop in stops if stop >= one.time)])
         done = ends[before - 1] if before else one.began
         found += [
             Interval(done, one.began, Cause.LOST),
@@ -239,8 +256,8 @@ def _of_starts(events: Sequence[Event]) -> list[Interval]:
             case Step() if start is not None:
                 found.append(Interval(start.time, max(start.time, event.time - event.seconds), Cause.START))
                 start = None
-            case Incident():
-                away = None
+            case Incident():  # logged after the end of the ranks
+                away = event.time if _stops(event.commands) else None
             case RunFinished():
                 away = event.time
     return found
@@ -286,11 +303,13 @@ class PostMortem:
     def text(self) -> str:
         """The incident as text for a person: its cause, the blamed node, the response, and the costs."""
         whom = self.node and (f"{self.node}, rank {self.rank}" if self.rank is not None else self.node)
-        cost = f"{self.detection:.2f} s until the fault was detected, " + (
-            "the incident is not over: the ranks have not resumed"
-            if self.recovery is None
-            else f"{self.recovery:.2f} s until the ranks resumed, {self.lost_steps} step{'s' * (self.lost_steps != 1)} repeated"
-        )
+        if self.recovery is not None:
+            repeated = f"{self.lost_steps} step{'s' * (self.lost_steps != 1)} repeated"
+            then = f"{self.recovery:.2f} s until the ranks resumed, {repeated}"
+        elif _stops(self.commands):
+            then = "the run stopped"
+        else:
+            then = "the incident is not over: the ranks have not resumed"
         orders = "; ".join(_order(command) for command in self.commands) or "nothing"
         nothing = "nothing" if self.recovery is None else "nothing: the ranks continued in place"
         lines = [
@@ -299,7 +318,7 @@ class PostMortem:
             f"  blamed   {whom or 'nobody'}",
             f"  ordered  {orders}",
             f"  restored {self.restored or nothing}",
-            f"  cost     {cost}",
+            f"  cost     {self.detection:.2f} s until the fault was detected, {then}",
             "  timeline",
             *(f"    {_clock(time)}  {words}" for time, words in self.timeline),
         ]
@@ -336,7 +355,8 @@ def post_mortems(events: Iterable[Event]) -> list[PostMortem]:
 
 
 def _timeline(incident: Incident, end: Recovery | None, events: Sequence[Event]) -> tuple[tuple[float, str], ...]:
-    over = end.time if end else max(event.time for event in events)
+    starts = (start.time for start in of_kind(events, RunStarted) if start.time > incident.time)
+    over = end.time if end else next(starts, max(event.time for event in events))
     began = "the incident began (estimate: the last heartbeat, or a slow rank's first slow step)"
     told = [(incident.began, began), (incident.time, f"decided: {incident.reason}")]
     for event in events:

@@ -120,6 +120,46 @@ def test_a_run_is_away_only_until_its_next_start() -> None:
     assert account.seconds[Cause.USEFUL] == pytest.approx(3.0)
 
 
+STOP = {"kind": "stop", "code": 1, "report": ""}
+STOPPED = (
+    _start(0.0),
+    _step(1, 2.0),
+    RunFinished("failed", -1, time=2.5),
+    _incident(1, 2.4, 2.6, commands=[STOP]),
+    _start(1002.6, 1),
+    _step(2, 1004.6),
+    RunFinished("stopped", 2, time=1005.0),
+    _start(2005.0, 2),
+    _step(3, 2007.0),
+)
+
+
+def test_a_run_that_a_fault_stopped_is_away_until_it_is_started_again() -> None:
+    account = goodput(STOPPED)
+    assert account.seconds[Cause.USEFUL] == pytest.approx(3.0)
+    assert account.seconds[Cause.AWAY] == pytest.approx(2000.0)
+    assert account.seconds[Cause.RECOVERY] == 0
+    (told,) = post_mortems(STOPPED)
+    assert told.recovery is None and "the run stopped" in told.text()
+    assert told.timeline[-1] == (1002.6, "ranks are ready, from step 1"), "a timeline ends with the next start"
+
+
+def test_recovery_that_failed_ends_with_the_run() -> None:
+    log = [*STOPPED[:3], _incident(0, 2.4, 2.5), *STOPPED[3:]]  # the restart that it ordered failed
+    seconds = goodput(log).seconds
+    assert seconds[Cause.RECOVERY] == pytest.approx(0) and seconds[Cause.AWAY] == pytest.approx(2000.0)
+
+
+def test_recovery_that_a_kill_left_unlogged_ends_at_the_first_start() -> None:
+    killed = [one for one in FAULT if not isinstance(one, Recovery)]
+    log = [*killed, _start(1109.5, 4), _step(5, 1111.5), _step(6, 1112.5)]
+    account = goodput(log)
+    assert account.seconds[Cause.RECOVERY] == pytest.approx(1.0)
+    assert account.seconds[Cause.AWAY] == pytest.approx(1000.0)
+    (told,) = post_mortems(log)
+    assert (told.recovery, told.lost_steps, told.restored) == (pytest.approx(0.5), 1, "step 2")
+
+
 def test_what_slow_steps_cost_beyond_the_usual_is_straggling() -> None:
     slow = [_step(i, 10.0 + 3 * (i - 10), 3.0) for i in range(11, 13)]
     log = [
