@@ -47,13 +47,19 @@ class Orders:
             return []
         self._next = time.monotonic() + LOOK_SECONDS
         found: list[Ordered] = []
-        with contextlib.suppress(OSError):
-            for path in sorted(self._folder.glob("*.json"))[:MAX_FILES]:
-                order = _read(path)
+        for path in self._files():
+            order = _read(path)
+            with contextlib.suppress(OSError):
                 path.unlink()  # first: an order that cannot be removed would be obeyed for ever
                 if order is not None and abs(time.time() - order.time) < OLD_SECONDS:
                     found.append(order)
         return found
+
+    def _files(self) -> list[Path]:
+        try:
+            return [path for path in sorted(self._folder.glob("*.json")) if path.is_file()][:MAX_FILES]
+        except OSError:
+            return []
 
 
 def _read(path: Path) -> Ordered | None:
@@ -61,7 +67,7 @@ def _read(path: Path) -> Ordered | None:
         with path.open("rb") as file:
             record = json.loads(file.read(MAX_BYTES))
         what, node, at = record["what"], record["node"], record["time"]
-    except (OSError, ValueError, KeyError, TypeError):
+        right = what in KNOWN and isinstance(node, str) and isinstance(at, int | float) and (what == "quarantine") == bool(node)
+        return Ordered(time=float(at), what=what, node=node) if right else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError):  # the last two: deep brackets, a huge time
         return None
-    right = what in KNOWN and isinstance(node, str) and isinstance(at, int | float) and (what == "quarantine") == bool(node)
-    return Ordered(time=float(at), what=what, node=node) if right else None

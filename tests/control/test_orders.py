@@ -48,6 +48,21 @@ def test_garbage_and_old_orders_are_removed_and_not_obeyed(text: str, tmp_path: 
     assert Orders(tmp_path).take() == [] and not list((tmp_path / orders.FOLDER).iterdir())
 
 
+@pytest.mark.parametrize(
+    "text", ["[" * 4096, '{"what": "save", "node": "", "time": 1' + "0" * 400 + "}", None], ids=["deep", "huge", "folder"]
+)
+def test_an_order_beside_a_malformed_one_is_obeyed(text: str | None, tmp_path: Path) -> None:
+    bad = tmp_path / orders.FOLDER / "0.json"
+    if text is None:
+        bad.mkdir(parents=True)
+    else:
+        bad.parent.mkdir()
+        bad.write_text(text)
+    orders.write(tmp_path, "save")
+    assert [one.what for one in Orders(tmp_path).take()] == ["save"]
+    assert list(bad.parent.iterdir()) == ([bad] if text is None else []), "a folder is left alone"
+
+
 def test_no_folder_is_no_order(tmp_path: Path) -> None:
     assert Orders(tmp_path).take() == []
 
