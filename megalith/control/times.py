@@ -42,8 +42,8 @@ def block(row: str, ranks: int) -> slice:
 
 
 class Times:
-    """Writes the record of step n once all ranks have reported step n or a rank has reported step n + 2, because polling misses
-    some heartbeats. If the disk is full or unavailable, only the record is lost."""
+    """Writes the record of step n, after those of earlier steps, once all ranks have reported step n or a rank has reported step n + 2,
+    because polling misses some heartbeats. If the disk is full or unavailable, only the record is lost."""
 
     def __init__(self, run_dir: Path, ranks: int) -> None:
         self._run_dir, self._folder, self._ranks = run_dir, run_dir / FOLDER, ranks
@@ -65,8 +65,9 @@ class Times:
             return
         newest = max(self._open)
         for step in sorted(self._open):
-            if step < newest - 1 or not np.isnan(self._open[step][0]).any():
-                self._write(step)
+            if step >= newest - 1 and np.isnan(self._open[step][0]).any():
+                break  # a later step waits for it: records are read in the order of their steps
+            self._write(step)
 
     def _of(self, step: int) -> NDArray[np.float64]:
         return self._open.setdefault(step, np.full((len(ROWS), self._ranks), np.nan))

@@ -57,6 +57,23 @@ def test_a_rank_that_was_missed_is_missing_and_holds_nothing_up(tmp_path: Path) 
     assert (view.low[0] == 0).tolist() == [False, True, False, False]
 
 
+def test_records_are_in_the_order_of_steps_although_a_rank_was_missed(tmp_path: Path) -> None:
+    times = Times(tmp_path, RANKS)
+    for step in range(4):
+        times.note(_beats(step))
+    late = _beats(4)
+    late[1] = _beats(3)[1]  # and its step 4 is never seen
+    times.note(late)
+    for step in range(5, 10):
+        times.note(_beats(step))
+    times.close()
+    view = _read(tmp_path)
+    assert view.first.tolist() == list(range(1, 11))
+    assert (view.low[4] == 0).tolist() == [False, True, False, False]
+    alone = Reader(tmp_path / FOLDER).read([block("own", RANKS)], first=6, last=6, most=100)
+    assert alone.first.tolist() == [6]
+
+
 def test_beats_of_an_earlier_version_make_no_record(tmp_path: Path) -> None:
     times = Times(tmp_path, RANKS)
     times.note([Beat(3, 1.0, 2, True, "step", 0.1)] * RANKS)
