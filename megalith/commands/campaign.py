@@ -48,7 +48,8 @@ def command(
     seed: Annotated[int, typer.Option(help="Seed of the list of faults; the same seed gives the same list.")] = 0,
     settings: Settings = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for the runs with and without faults; replaces a campaign in it. Default: runs/NAME-campaign.")
+        Path | None,
+        typer.Option(help="Folder of the runs with and without faults; replaces a campaign in it. Default: runs/NAME-campaign."),
     ] = None,
     supervisor_kills: Annotated[int, typer.Option(min=0, help="Also kill the supervisor this many times.")] = 0,
     agent_kills: Annotated[

@@ -38,7 +38,6 @@ from megalith.spec.files import PROVENANCE_FILE, STARTED
 from megalith.spec.plan import Plan
 from megalith.spec.sites import SitesSpec, part_of_batch
 
-
 GOES_ON = frozenset(one.kind for one in (commands.Restart, commands.Shrink, commands.Grow, commands.Wait, commands.SaveState))
 """Kinds of commands of an incident after which the ranks start again."""
 

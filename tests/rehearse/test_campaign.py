@@ -101,7 +101,7 @@ def test_a_refused_command_leaves_an_earlier_campaign_as_it_is(tmp_path: Path, m
 @pytest.mark.parametrize("name", ["run.toml", "data", "events.jsonl"])
 def test_a_campaign_takes_no_folder_with_files_of_others(tmp_path: Path, name: str):
     (tmp_path / name).touch()
-    with pytest.raises(FileExistsError, match="has files, but no campaign.*Give a new folder, or empty this one first"):
+    with pytest.raises(FileExistsError, match=r"has files, but no campaign.*Give a new folder, or empty this one first"):
         clear(tmp_path)
     assert (tmp_path / name).exists()
 

@@ -151,7 +151,9 @@ def test_an_end_that_the_run_recovers_from_is_not_told_and_the_next_one_is(tmp_p
     _more(tmp_path, source, _restart(1, "restart"))
     assert alerts.check(200.0) == [] and run_health(source).phase == "recovering"
     _more(tmp_path, source, events.RunFinished("lost", -1))
-    assert alerts.check(300.0) == [] == alerts.check(400.0) and not alerts.is_over(400.0), "the ranks failed again, before they began"
+    assert alerts.check(300.0) == [] == alerts.check(400.0) and not alerts.is_over(400.0), (
+        "the ranks failed again, before they began"
+    )
     _more(tmp_path, source, events.Problem("error", "rank 3 was killed"), _restart(2, "stop"))
     found = [*alerts.check(500.0), *alerts.check(505.0), *alerts.check(511.0), *alerts.check(600.0)]
     assert [(one.sign, one.words) for one in found] == [("ended", "The run has ended: lost. rank 3 was killed")]

@@ -28,7 +28,8 @@ def campaign(
 ) -> "SitesJudgement":
     """Train a run across sites twice, without faults and with `count` faults of `kinds` (default: all), and judge the second run.
 
-    Both runs, and a replay of the second run, are in `folder`, and replace a campaign in it. `minutes`: time limit for both runs together."""
+    Both runs, and a replay of the second run, are in `folder`, and replace a campaign in it. `minutes`: time limit for both runs
+    together."""
     from megalith.machine.wire import Conditions
     from megalith.rehearse import campaign as runner
     from megalith.rehearse import site_campaign, site_faults, site_judge
