@@ -18,7 +18,7 @@ from megalith.spec.sites import EVERY_STEP, FULL, SitesSpec
 
 LONGEST_NAME = 40
 """Largest number of characters of a site's name, which appears in tables and sentences."""
-MOST_PORT = 65535
+MAX_PORT = 65535
 
 
 def merges_fit_the_round(case: Case) -> Found:
@@ -214,9 +214,9 @@ def addresses_are_each_sites(case: Case) -> Found:
         )
     for address in sites.addresses:
         host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) <= MOST_PORT:
+        if not host or not port.isdecimal() or not 0 < int(port) <= MAX_PORT:
             reason = (
-                f"has {address}, but each address must be HOST:PORT, with a port from 1 to {MOST_PORT}: a site's first machine "
+                f"has {address}, but each address must be HOST:PORT, with a port from 1 to {MAX_PORT}: a site's first machine "
                 "listens at a port"
             )
             yield error("sites.addresses", list(sites.addresses), reason, 'Write HOST:PORT, such as "oslo.example.org:29400".')
