@@ -1,5 +1,6 @@
 """`megalith import`: a checkpoint made of other programs' weights."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +28,7 @@ def command(
         hub = f" Download a model of a hub first: hf download {source} --local-dir FOLDER." if len(source.parts) == 2 else ""
         raise FileNotFoundError(f"{source} is not a folder here. Give a folder with config.json and safetensors.{hub}")
     from megalith.checkpoint import huggingface  # needs torch
+    from megalith.data.manifest import TOKENIZER_FILE
 
     made = huggingface.import_(source, out)
     run_file = out / RUN_FILE
@@ -37,4 +39,8 @@ def command(
     if made.left_out:
         print(f"left out: {made.left_out}")
     print(f"imported: {made.path}\nrun file: {run_file}")
-    print(f"next: megalith data prepare TEXT --tokenizer {out} --out data/tokens, then megalith check {run_file}")
+    has_one = (out / TOKENIZER_FILE).is_file()
+    tokenizer, checked = shlex.quote(str(out)) if has_one else "TOKENIZER", shlex.quote(str(run_file))
+    print(f"next: megalith data prepare TEXT --tokenizer {tokenizer} --out data/tokens, then megalith check {checked}")
+    if not has_one:
+        print(f"{source} has no {TOKENIZER_FILE}: replace TOKENIZER by the tokenizer with which the model was trained")

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,7 @@ from megalith.models.stage import Stage
 from megalith.spec.families.llama import Llama
 from megalith.spec.model import RopeScaling
 from megalith.spec.presets import presets
+from tests.commands.calling import call
 
 STRETCH = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=32)
 SMALL = Llama(layers=2, dim=32, heads=4, kv_heads=2, ffn=48, vocab=96, context=64)
@@ -370,6 +373,18 @@ def test_an_import_is_a_checkpoint_of_step_0(tmp_path, tokenizer):
     assert load(tmp_path / "run").fingerprint == tokenizer.fingerprint
     with pytest.raises(FileExistsError, match="already has checkpoints"):
         import_(tmp_path / "theirs", tmp_path / "run")
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_an_import_names_the_next_command_with_a_tokenizer_that_exists(tmp_path, tokenizer, there):
+    source, out = tmp_path / "theirs", tmp_path / "a model"
+    export(SMALL, weights_of(SMALL), source, tokenizer=tokenizer if there else None)
+    said = " ".join(call("import", str(source), "--out", str(out)).stdout.split())
+    (line,) = re.findall(r"next: (megalith data prepare .*), then (megalith check .*start\.toml'?)", said)
+    words, check = map(shlex.split, line)
+    assert words[3:] == ["TEXT", "--tokenizer", str(out) if there else "TOKENIZER", "--out", "data/tokens"]
+    assert check == ["megalith", "check", str(out / "start.toml")]
+    assert (f"{source} has no tokenizer.json" in said) is not there
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
