@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from megalith.commands.sites.replay import replay
+from megalith.commands.sites import replay as replaying
+from megalith.commands.sites.replay import ReplayResult, replay
 from megalith.train.sites.record import RecordError
+from tests.commands.calling import call
 from tests.runs import prepare_text, typed
 
 SITES = "[sites]\ncount = 2\ninner_steps = 2\nbits = 4\n"
@@ -48,6 +50,15 @@ def test_a_run_that_was_typed_is_replayed(tmp_path: Path) -> None:
     refused = _replay(folder, "--out", tmp_path / "other")
     assert refused.returncode == 1 and "Also name the folders of the other sites" in refused.stderr
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("named", [".", "../two", "steps/.."])
+def test_a_replay_of_the_current_folder_is_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+    (tmp_path / "two" / "steps").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "two")
+    monkeypatch.setattr(replaying, "replay", lambda run_dir, others, out, *, console: ReplayResult(out, 0, 1, ()))
+    found = json.loads(call("replay", named, "--json").stdout)
+    assert Path(found["run_dir"]).resolve() == tmp_path / "two-replay"
 
 
 def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:

@@ -47,7 +47,8 @@ def command(
 
     Example:  megalith replay runs/two --out runs/two-again
     """
-    found = replay(run_dir, others or (), out or run_dir.with_name(f"{run_dir.name}-replay"), console=Console(stderr=as_json))
+    named = run_dir.resolve() if run_dir.name in ("", "..") else run_dir  # `.` has no name
+    found = replay(run_dir, others or (), out or named.with_name(f"{named.name}-replay"), console=Console(stderr=as_json))
     if as_json:
         print_json({"ok": found.ok} | asdict(found))
     elif found.ok:
