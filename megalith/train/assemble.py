@@ -210,10 +210,14 @@ class Trainer:
     def wide(self) -> bool:
         """True if the next update uses no low-precision products, because `precision.wide_decay` is set and the learning rate is in its
         final decay."""
+        return self.is_wide(self.state.updates)
+
+    def is_wide(self, update: int) -> bool:
+        """True if update number `update` of the run is `wide`."""
         spec = self.spec
         if not spec.precision.wide_decay:
             return False
-        return decays(self.state.updates, spec=spec.optimizer, steps=spec.train.steps, branch=spec.branch)
+        return decays(update, spec=spec.optimizer, steps=spec.train.steps, branch=spec.branch)
 
     @property
     def raised(self) -> frozenset[str]:

@@ -328,7 +328,7 @@ def remember(
     findings = replace(findings, departures=found, to_log=out and (answered or history.outside == 0))
     trainer.state.history = known_after(decision, vitals, stability=stability, history=history)
     if healer is not None:
-        healer.note(vitals.step, totals, decision, lr=lr)
+        healer.note(vitals, totals, decision, lr=lr)
         if findings.to_log or findings.accident:
             findings = healer.causes(vitals.step, findings)
     return findings

@@ -10,7 +10,7 @@ import torch
 from megalith.events import Event
 from megalith.parallel import gradients
 from megalith.train.assemble import Trainer
-from megalith.train.decide import Decision
+from megalith.train.decide import Decision, Vitals
 from megalith.train.stability.findings import Findings, Reason
 from megalith.train.tally import StepTotals
 
@@ -62,7 +62,7 @@ class FirstComputation:
 class Healer(Protocol):
     """Finds the causes of spikes and undoes their effects, on all ranks together (`train.stability.healer.Healer`)."""
 
-    def note(self, step: int, totals: StepTotals, decision: Decision, *, lr: float) -> None:
+    def note(self, vitals: Vitals, totals: StepTotals, decision: Decision, *, lr: float) -> None:
         """Record the decision about a step before it is carried out, with the learning rate `lr`."""
         ...
 

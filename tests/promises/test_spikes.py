@@ -133,6 +133,20 @@ def _alone(rank: int, spec: Any, folder: Path, after: Any) -> RunEnd:
     return spike(rank, spec, folder, (), after=after)
 
 
+def test_a_loss_scale_that_changed_is_no_fault_of_the_hardware(data: str, tmp_path: Path) -> None:
+    """With another loss scale, other gradients underflow, so the steps since the copy would not give their numbers again."""
+    spec = spiky_run(data, answers=("rewind",), margin=3)
+    update: dict[str, Any] = {
+        "train": spec.train.model_copy(update={"precision": "fp16"}),
+        "loss_scale": spec.loss_scale.model_copy(update={"initial": 1, "growth_interval": 41}),
+    }
+    _, told = train(tmp_path, spec.model_copy(update=update), RATE)
+    (rewound,) = of_kind(told, Rewound)
+    assert rewound.to < 41 < rewound.step, "the scale was doubled since the copy"
+    assert rewound.replayed == 0
+    assert of_kind(told, Spike)[0].cause == "schedule"
+
+
 def test_a_second_spike_at_the_same_place_goes_further_back(data: str, tmp_path: Path) -> None:
     ended, told = train(tmp_path, spiky_run(data, answers=("rewind",), rewinds=2), (), 33, 38)
     first, second = of_kind(told, Rewound)

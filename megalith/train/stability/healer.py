@@ -27,7 +27,7 @@ from megalith.fleet.tiers import Tier
 from megalith.schedule.action import parts
 from megalith.spec.phases import Phase
 from megalith.train.assemble import Trainer
-from megalith.train.decide import Decision, Rewind, Update
+from megalith.train.decide import Decision, Rewind, Update, Vitals
 from megalith.train.guard import StateGuard
 from megalith.train.received import receive
 from megalith.train.restore import Position, history_in, position_in, report_copy
@@ -62,7 +62,8 @@ class Target:
 
 @dataclass(frozen=True)
 class _Past:
-    """A finished step. `factor`: the factor by which the step's gradients were multiplied; None: there was no update."""
+    """A finished step. `factor`: the factor by which the step's gradients were multiplied; None: there was no update. `how`: the loss
+    scale, and True if all products used high precision."""
 
     step: int
     loss: float
@@ -70,6 +71,7 @@ class _Past:
     lr: float
     factor: float | None
     rewound: bool
+    how: tuple[float, bool]
 
 
 class Healer:
@@ -94,10 +96,11 @@ class Healer:
         self._damaged: tuple[int, dict[str, float]] = -1, {}  # a step, and the largest outputs that it had in the spike
         self._found = Findings()  # of the spike that is not over
 
-    def note(self, step: int, totals: StepTotals, decision: Decision, *, lr: float) -> None:
+    def note(self, vitals: Vitals, totals: StepTotals, decision: Decision, *, lr: float) -> None:
         """Record the decision about a step before it is carried out, with the learning rate `lr`."""
         factor = decision.factor if isinstance(decision, Update) else None
-        self._past.append(_Past(step, totals.loss, totals.squares, lr, factor, isinstance(decision, Rewind)))
+        how = vitals.gradient_scale, self.trainer.is_wide(vitals.updates)  # of this step: a later one may be in progress
+        self._past.append(_Past(vitals.step, totals.loss, totals.squares, lr, factor, isinstance(decision, Rewind), how))
 
     # --- causes ---
 
@@ -266,13 +269,14 @@ class Healer:
         return position_in(loaded.meta)
 
     def _continuous(self, first: int, step: int) -> bool:
-        """True if all steps from `first` to `step` are recorded, none of them was rewound, and all used high precision in the same
-        products."""
+        """True if all steps from `first` to `step` are recorded, none of them was rewound, and all used the same loss scale, and high
+        precision in the same products. Others would give other numbers although the hardware is sound."""
         if any(first < raised <= step for _, raised in self.trainer.state.history.raised):
             return False
         known = {past.step: past for past in self._past}
-        window = [known.get(number) for number in range(first, step)]
-        return all(past is not None and not past.rewound for past in window) and step in known
+        window = [known[number] for number in range(first, step + 1) if number in known]
+        whole = len(window) == step + 1 - first and not any(past.rewound for past in window[:-1])
+        return whole and len({past.how for past in window}) == 1
 
     def _replay(self, first: int, step: int, updates: int) -> tuple[RecomputedWindow, dict[str, float]]:
         """Recompute the steps from `first` to `step`, until one gives different numbers. Also return the largest outputs, with good
