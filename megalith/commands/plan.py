@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from megalith.planner.request import PlanRequest
 
 
+TOP = 5
+"""Default number of layouts to show."""
+
+
 def whole(text: str) -> int:
     """Return 8192, 8k (8 x 1024), 1M (2^20) or 16e6 as a whole number above 0. Raises BadParameter."""
     return _whole(text, 1024, "8192, or 8k (8 x 1024), 1M (2^20), 16e6")
@@ -137,7 +141,7 @@ def command(
     ] = None,
     compute_optimal: ComputeOptimal = False,
     format: Format = None,
-    top: Annotated[int, typer.Option(min=1, help="Number of layouts to show.")] = 5,
+    top: Annotated[int, typer.Option(min=1, help="Number of layouts to show.")] = TOP,
     explain: Annotated[
         bool,
         typer.Option(
@@ -174,6 +178,13 @@ def command(
         _explain(run, as_json=as_json)
         return
     if atlas:
+        unused = {
+            "RUN.toml": run, "--tokens": tokens, "--compute-optimal": compute_optimal, "--top": top != TOP, "--explain": explain,
+            "--pareto": pareto, "--what-if": what_if, "--measured": measured, "--forward-only": forward_only, "--offload": offload,
+            "--small-state": small_state, "--guide": guide,
+        }  # fmt: skip
+        if wrong := [name for name, value in unused.items() if value]:
+            raise typer.BadParameter(f"--atlas draws a map and does not use {' or '.join(wrong)}. Leave out what is not used.")
         length, batch = seq_len or 8192, global_batch_tokens or (None if global_batch else "4M")
         plan_request = request.PlanRequest(
             cluster=cluster,
@@ -182,6 +193,7 @@ def command(
             global_batch_tokens=batch,
             format=format,
             software=software,
+            overrides=tuple(settings or ()),
         )
         _draw_atlas(
             plan_request, model.split(",") if model else [], out or Path("atlas.html"), overwrite=overwrite, as_json=as_json

@@ -101,8 +101,8 @@ def _square(model: str, request: ResolvedRequest, nodes: int) -> Square:
     train, cluster = request.run.train, request.cluster
     format, narrow = request.computes
     found = search(
-        request.model, cluster, seq_len=train.seq_len, global_batch=train.global_batch, format=format, narrow=narrow, top=1, space=SPACE,
-        valid=request.is_valid,
+        request.model, cluster, seq_len=train.seq_len, global_batch=train.global_batch, format=format, narrow=narrow,
+        software=request.software, top=1, space=SPACE, valid=request.is_valid,
     )  # fmt: skip
     if found.best is not None:
         return Square(model, nodes, cluster.count, found.best, "")

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -5,10 +6,14 @@ import pytest
 from typer.testing import CliRunner
 
 from megalith.cli import app
-from megalith.planner.atlas import MAXIMUM, Atlas, atlas, columns
+from megalith.cost.software import OURS
+from megalith.planner.atlas import MAXIMUM, SPACE, Atlas, atlas, columns
 from megalith.planner.plan_result import short
 from megalith.planner.request import PlanRequest
+from megalith.planner.search import search
 from megalith.report.atlas import page
+from megalith.spec.cluster import load
+from megalith.spec.presets import presets
 from megalith.spec.problem import SpecErrors
 
 
@@ -57,6 +62,33 @@ def test_models_that_are_not_known_are_named_all_at_once():
     with pytest.raises(SpecErrors) as caught:
         atlas(PlanRequest(cluster="h100:8", seq_len=128, global_batch=8), ("tinny", "larma"))
     assert [problem.value for problem in caught.value.problems] == ["tinny", "larma"]
+
+
+def test_a_map_is_of_the_software_that_it_names():
+    request = PlanRequest(cluster="h100:8", seq_len=128, global_batch=16)
+    ours, other = (atlas(replace(request, software=name), ("tiny",)).squares[0].choice for name in (OURS, "torchtitan"))
+    assert ours is not None and other is not None
+    assert other.estimate.time.step != ours.estimate.time.step
+    alone = search(
+        presets()["tiny"].build().build(), load("h100:8"), seq_len=128, global_batch=16, software="torchtitan", top=1, space=SPACE
+    ).best
+    assert alone is not None and other.estimate.time.step == alone.estimate.time.step
+
+
+def test_figures_of_the_cluster_can_be_given_for_a_map(tmp_path: Path):
+    words = ["plan", "--atlas", "--model", "tiny", "--cluster", "rtx-4090:16", "--seq-len", "128", "--global-batch", "16"]
+    words += ["--out", str(tmp_path / "map.html")]
+    refused = CliRunner().invoke(app, words)
+    assert refused.exit_code == 2 and "--set cluster.scale_out=25e9" in " ".join(refused.stderr.split())
+    drawn = CliRunner().invoke(app, [*words, "--set", "cluster.scale_out=25e9"])
+    assert drawn.exit_code == 0, drawn.output
+
+
+def test_options_that_a_map_does_not_use_are_refused():
+    words = ["plan", "run.toml", "--atlas", "--cluster", "h100:8", "--tokens", "1B", "--top", "3", "--offload"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2
+    assert "does not use RUN.toml or --tokens or --top or --offload." in " ".join(done.stderr.replace("│", "").split())
 
 
 @pytest.mark.slow
