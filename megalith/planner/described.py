@@ -1,7 +1,8 @@
-"""The cluster that a request names, changed by its settings (`--set cluster.KEY=VALUE`). No torch."""
+"""The cluster that a request names, changed by its settings (`--set cluster.KEY=VALUE`), and others for the same request. No torch."""
 
 from collections.abc import Sequence
 
+from megalith.planner.formats import unable
 from megalith.planner.problems import unpublished
 from megalith.spec import cluster as clusters
 from megalith.spec.cluster import ClusterSpec
@@ -29,3 +30,14 @@ def described(name: str, settings: Sequence[str], problems: list[Problem]) -> Cl
         return None
     problems += unpublished(name, found)
     return found
+
+
+def unpredictable(name: str, cluster: ClusterSpec, format: str, *, ours: bool) -> list[Problem]:
+    """Return the problems for which no step in a number format can be predicted on a cluster. `ours`: True for Megalith's trainer."""
+    return [*unpublished(name, cluster), *unable(format, cluster, ours=ours)]
+
+
+def roomy(devices: int, *, memory: float, format: str, ours: bool) -> list[str]:
+    """Return the names of devices with this much memory. Steps can be predicted on this number of them."""
+    large = (name for name, device in clusters.catalogue().items() if device.memory is not None and device.memory >= memory)
+    return [name for name in large if not unpredictable(name, clusters.load(f"{name}:{devices}"), format, ours=ours)]

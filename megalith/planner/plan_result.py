@@ -16,18 +16,19 @@ from megalith.cost.software import SOFTWARE
 from megalith.cost.workload import Workload
 from megalith.planner.candidates import Space, candidates
 from megalith.planner.confidence import Confidence, confidence_of
+from megalith.planner.described import roomy
 from megalith.planner.explain import Neighbour, explain
 from megalith.planner.formats import Gains, follows_others, is_rehearsed
 from megalith.planner.linked import LinkChoice, linked, outer, whole_batch
 from megalith.planner.measured import Own
 from megalith.planner.phases import InPhase, fits_all, in_phases, whole_training
-from megalith.planner.problems import REMEDIES
+from megalith.planner.problems import REMEDIES, unpublished
 from megalith.planner.request import ResolvedRequest
 from megalith.planner.search import Candidate, Scorer, SearchResult, assumed, search
 from megalith.planner.site_plans import SitesResult, plan_sites, single_site
 from megalith.planner.training import Training
 from megalith.schedule.table import kind
-from megalith.spec.cluster import ClusterSpec, catalogue
+from megalith.spec.cluster import ClusterSpec
 from megalith.spec.numbers import BF16
 from megalith.spec.plan import Plan
 from megalith.spec.problem import Problem, SpecErrors
@@ -400,22 +401,21 @@ def _nothing(request: ResolvedRequest, found: SearchResult, scorer: Scorer) -> l
 
 
 def _ways_out(request: ResolvedRequest, memory: Memory, largest: str, scorer: Scorer) -> str:
-    """Return changes with which a plan would fit: a cheap change on the same devices, more devices, larger devices, or a
-    smaller task."""
+    """Return changes with which a plan would fit: cheap ones on the same devices, more devices, larger ones, or a smaller task."""
     activations = largest in ("activations", "working")
     remedy = cheapest_remedy(request, activations=activations) if request.ours and not request.forward_only else ""
     ways = [f"{remedy} would fit on these devices"] if remedy else []
     cluster, batch = request.cluster, request.run.train.global_batch
     for times in (2, 4, 8, 16, 32, 64):
-        if (larger := cluster.resized(cluster.count * times)) is None:
+        larger = cluster.resized(cluster.count * times)
+        if larger is None or unpublished(cluster.accelerator.name, larger):
             break
         if any(_fits(request, larger, plan, scorer) for plan in _plans(request, larger)):
             ways.append(f"{larger.count:,} {cluster.accelerator.name} would be enough for {batch:,} sequences a step")
             break
     need = memory.total * (1 + headroom())
-    roomy = [name for name, device in catalogue().items() if device.memory is not None and device.memory >= need]
-    if roomy:
-        ways.append(f"{request.cluster.count:,} {' or '.join(roomy)} would be enough")
+    if others := roomy(cluster.count, memory=need, format=request.format, ours=request.ours):
+        ways.append(f"{cluster.count:,} {' or '.join(others)} would be enough")
     if activations or largest == "logits":
         ways.append(f"sequences shorter than {request.run.train.seq_len:,} may be enough")
     else:

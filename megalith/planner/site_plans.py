@@ -7,8 +7,8 @@ from math import gcd
 from typing import Any
 
 from megalith.planner.candidates import splits
-from megalith.planner.formats import unable
-from megalith.planner.problems import problem, unpublished
+from megalith.planner.described import unpredictable
+from megalith.planner.problems import problem
 from megalith.planner.request import ResolvedRequest
 from megalith.planner.search import SearchResult
 from megalith.spec import cluster as clusters
@@ -122,7 +122,7 @@ def _clusters(request: ResolvedRequest, sites: SitesSpec) -> list[ClusterSpec]:
     for number, name in enumerate(str(one.cluster) for one in sites.each):
         try:
             there.append(clusters.load(name))
-            found = [*unpublished(name, there[-1]), *unable(request.format, there[-1], ours=request.ours)]
+            found = unpredictable(name, there[-1], request.format, ours=request.ours)
         except SpecErrors as errors:
             found = errors.problems
         problems += [replace(one, key=f"sites.each.{number}.cluster", value=name) for one in found]

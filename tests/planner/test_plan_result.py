@@ -1,6 +1,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,6 +17,7 @@ from megalith.cli import app
 from megalith.commands.shared.arguments import RunRequest
 from megalith.commands.shared.runs import check
 from megalith.planner.candidates import offloaded
+from megalith.planner.described import roomy
 from megalith.planner.plan_result import PlanResult, best_plans, cheapest_remedy, choice_of, frontier, scorer_of, short, skeleton
 from megalith.planner.request import PlanRequest, ResolvedRequest, resolve
 from megalith.planner.run_file import as_run
@@ -232,6 +234,27 @@ def test_where_nothing_fits_the_category_and_ways_out_are_named():
     assert "most of it optimizer" in problem.reason
     assert problem.way_out.startswith("--offload would fit on these devices; 2 h100 would be enough")
     assert "b200" in problem.way_out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "cluster", "format"), [("llama3-8b", "h100:1", "fp16"), ("llama3.1-70b", "rtx-4090:8", "bf16")])
+def test_every_device_that_a_way_out_names_can_be_planned_for(model: str, cluster: str, format: str):
+    request = PlanRequest(model=model, cluster=cluster, seq_len=2048, global_batch=512, format=format)
+    with pytest.raises(SpecErrors) as caught:
+        best_plans(resolve(request), top=1)
+    said = re.findall(r"(\d+) (\S+(?: or \S+)*) would be enough", caught.value.problems[0].way_out)
+    named = [f"{name}:{count}" for count, names in said for name in names.split(" or ")]
+    assert "b200" in caught.value.problems[0].way_out
+    for one in named:
+        resolve(replace(request, cluster=one))
+
+
+def test_devices_are_named_only_if_a_prediction_is_possible():
+    room = {"memory": 20 * 2**30, "ours": True}
+    assert "rtx-4090" in roomy(1, format="bf16", **room)
+    assert not {"rtx-4090", "a10"} & set(roomy(16, format="bf16", **room)), "nobody published their scale_out"
+    assert "tpu-v5p" in roomy(16, format="bf16", **room)
+    assert "tpu-v5p" not in roomy(16, format="fp16", **room)
 
 
 DEEP = """
