@@ -5,6 +5,8 @@ import sys
 import time
 from collections.abc import Sequence
 
+import psutil
+
 from megalith.spec.alerts import AlertsSpec
 from megalith.watch import causes
 from megalith.watch.alerts import Alerts
@@ -14,10 +16,12 @@ EVERY = 5.0  # seconds between looks
 LEAVE = 10.0  # seconds to wait for the log to tell how the run ended, once its command is gone
 
 
-def check(source: Source, alerts: Alerts) -> None:
-    """Read the new part of a run's log, and send its alerts. A file that cannot be read now is read at a later call."""
+def check(source: Source, alerts: Alerts, *, since: float = 0.0) -> None:
+    """Read the new part of a run's log, and send its alerts. An end before the time `since` does not count. A file that cannot be
+    read now is read at a later call."""
     while source.poll():
         pass
+    source.forget_end(since)
     causes.refresh(source)
     for alert in alerts.check(time.monotonic()):
         print(f"alert: {alert.text}", file=sys.stderr, flush=True)
@@ -28,9 +32,10 @@ def follow(sources: Sequence[Source], rules: AlertsSpec, *, parent: int | None) 
     signal comes or all runs have ended."""
     alerts = [Alerts(source, rules) for source in sources]
     pairs = list(zip(sources, alerts, strict=True))
+    since = 0.0 if parent is None else psutil.Process().create_time()  # the command started this process: an earlier end is past
     while True:
         for source, one in pairs:
-            check(source, one)
+            check(source, one, since=since)
         if parent is None:
             if all(one.is_over(time.monotonic()) for one in alerts):
                 break

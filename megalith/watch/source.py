@@ -258,6 +258,12 @@ class Source:
             return AlertsSpec.model_validate(self.spec.get("alerts") or {})
         return AlertsSpec()
 
+    def forget_end(self, before: float) -> None:
+        """Count the run as not ended if its end was logged before the time `before`."""
+        with self.lock:
+            if self.finished is not None and self.finished.time < before:
+                self._ending = Ending()
+
     def setting(self, table: str, key: str) -> Any:
         """Return a value of the run's specification; None if it is not set."""
         found = self.spec.get(table)

@@ -1,6 +1,7 @@
 """A user gets one alert with the fault and its cause."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from megalith import events
 from megalith.control.times import Times
 from megalith.fleet.heartbeat import KINDS, Beat
 from megalith.spec.alerts import AlertsSpec
+from megalith.watch import follower
 from megalith.watch.alerts import Alert, Alerts, post, run
 from megalith.watch.health import run_health
 from megalith.watch.signs import HealthMessage
@@ -260,6 +263,29 @@ def test_the_follower_tells_that_its_command_is_gone(tmp_path: Path) -> None:
         assert process.wait(60) == 0
     (line,) = (tmp_path / "got").read_text().splitlines()
     assert json.loads(line)["sign"] == "ended" and "was it killed?" in said
+
+
+def test_the_end_of_an_earlier_command_is_past_and_the_new_one_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The resumed run logs its start only when its ranks are ready, and the process that sends alerts looks before."""
+    source, sent, looks = _live(tmp_path, age=86400.0), list[Alert](), list[int]()
+    _more(tmp_path, source, events.RunFinished("failed", 80, time=time.time() - 86400.0))
+    read, write = os.pipe()
+
+    def trains(followed: Source) -> None:
+        looks.append(len(sent))
+        if len(looks) == 3:
+            again = events.RunStarted(**{**vars(start(80)), "time": time.time()})
+            one = step(81, seconds=1.0, time=time.time())
+            _more(tmp_path, followed, again, one, events.Problem("error", "new"), events.RunFinished("failed", 81))
+            os.close(write)
+
+    monkeypatch.setattr("megalith.watch.alerts.FINAL", 0.0)
+    monkeypatch.setattr("megalith.watch.follower.EVERY", 0.05)
+    monkeypatch.setattr("megalith.watch.follower.causes", SimpleNamespace(refresh=trains))
+    monkeypatch.setattr(Alerts, "_start", lambda _, alert: sent.append(alert))
+    follower.follow([source], ALL, parent=read)
+    os.close(read)
+    assert looks == [0, 0, 0] and [(one.sign, one.words) for one in sent] == [("ended", "The run has ended: failed. new")]
 
 
 @pytest.mark.slow
