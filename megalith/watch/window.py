@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalith.control.times import decode
+from megalith.report.history import own_batch_of
 from megalith.watch.replay import Replay, medians, peers
 from megalith.watch.source import Source
 
@@ -96,7 +97,8 @@ def slow_ranks(seen: Window) -> list[tuple[int, float]]:
 def replay(source: Source, own: NDArray[np.float64], seen: Window) -> Replay | None:
     """Return the replay of a step in which each rank works for the seconds in `own`; None if the plan is not known."""
     plan, phase = source.plan, source.phase_at(int(seen.steps[-1]))
-    batch = phase.global_batch if phase else source.setting("train", "global_batch")
+    train = source.spec.get("train", {}) | ({"global_batch": phase.global_batch} if phase else {})
+    batch = own_batch_of({**source.spec, "train": train})
     if plan is None or not batch or plan.ranks != len(own):
         return None
     return Replay(plan, max(1, batch // (plan.data * plan.microbatch)), own, seen.pipeline, seen.data, tuple(source.spans))

@@ -1,6 +1,7 @@
 """Slow ranks are named with their cost, and none is named if nothing is slow."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from megalith.control.times import decode, encode
 from megalith.mesh import Mesh
 from megalith.schedule import SCHEDULES
 from megalith.spec.plan import Plan
-from megalith.watch import panels, predict
+from megalith.watch import panels, predict, window
 from megalith.watch.causes import _of_samples, _of_stages
 from megalith.watch.replay import Replay, levelled
 from megalith.watch.source import Source
@@ -124,6 +125,19 @@ def test_a_step_replayed_without_a_slow_stage_is_the_simulated_one(slowdown: flo
     levelled_work[place] = np.median(slowed)
     expected = true_seconds(plan, slowed) / true_seconds(plan, levelled_work)
     assert one.seconds() / one.seconds(levelled(one.own, seen.pipeline, place)) == pytest.approx(expected, rel=0.02)
+
+
+def test_a_site_replays_the_microbatches_of_its_share(tmp_path: Path) -> None:
+    seen = _window(run_folder.PLAN, slow={}, noise=0.01)
+    begin, phase = run_folder.start(), events.PhaseBegan(1, 0, 1, 256, 2 * run_folder.BATCH, {})
+
+    def of(name: str, *more: events.Event, **sites: int) -> int:
+        source = _run(tmp_path / name, [replace(begin, spec=begin.spec | {"sites": sites or None}), *more])
+        found = window.replay(source, seen.own[0], seen)
+        assert found is not None
+        return found.microbatches
+
+    assert of("alone") == 2 * of("site", count=2) == of("phase", phase, count=2) == run_folder.BATCH // 2
 
 
 def test_an_unbalanced_stage_is_named_and_no_rank() -> None:
