@@ -26,7 +26,7 @@ YIELDS = 10
 
 def command(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Folders of runs.", show_default=False)],
-    port: Annotated[int, typer.Option(help="Port on 127.0.0.1. Default: a free one.")] = 0,
+    port: Annotated[int, typer.Option(help="Port on 127.0.0.1. Default: a free one.", min=0, max=65535)] = 0,
     act: Annotated[
         bool,
         typer.Option("--act", help="Also print an address whose page can control the run: save now, stop, quarantine a node."),
@@ -102,7 +102,8 @@ def _at_once(sources: "list[Source]", panel: str | None, out: Path | None, asked
         source.await_prediction()
     if out is not None:
         server.write(sources, out)
-        print(f"page: {out}")
+        if panel is None:  # else standard output is for the JSON
+            print(f"page: {out}")
     if panel is not None:
         found = [panels.panel(source, panel, asked) for source in sources]
         print_json(found[0] if len(found) == 1 else {"runs": found})

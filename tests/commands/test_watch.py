@@ -25,6 +25,8 @@ def test_a_panel_as_json_of_one_run_and_of_several(tmp_path: Path) -> None:
     assert found.exit_code == 0 and json.loads(found.output)["step"] == 40
     found = CliRunner().invoke(app, ["watch", run, run, "--json", "loss", "--ask", "from=30", "--ask", "to=31"])
     assert [one["step"] for one in json.loads(found.output)["runs"]] == [[30, 31]] * 2
+    found = CliRunner().invoke(app, ["watch", run, "--json", "alive", "--out", str(tmp_path / "page.html")])
+    assert json.loads(found.output)["step"] == 40 and (tmp_path / "page.html").exists()
 
 
 @pytest.mark.slow
@@ -39,6 +41,7 @@ def test_the_page_as_a_file(tmp_path: Path) -> None:
     [
         (["--json", "heat"], 2, "'heat' is not a panel. Use one of alive, loss, speed, rank-heatmap"),
         (["--json", "alive"], 1, "holds no run"),
+        (["--port", "70000"], 2, "Input should be less than or equal to 65535"),
     ],
 )
 def test_what_it_is_not_asked_right(arguments: list[str], status: int, said: str, tmp_path: Path) -> None:
