@@ -406,7 +406,7 @@ def _sizes_wrong(model: Any, seq_len: int) -> list[Problem]:
         one for one in check(run, files=False) if one.severity == "error" and one.key.startswith(("model.", "train.seq_len"))
     ]
     if seq_len % 2:
-        way_out = f"Use {seq_len + 1} or {seq_len - 1}."
+        way_out = f"Use {' or '.join(str(n) for n in (seq_len + 1, seq_len - 1) if n)}."
         found.append(problem("train.seq_len", seq_len, "is odd, but layouts that split sequences need an even length", way_out))
     return found
 

@@ -146,6 +146,11 @@ def test_settings_of_a_cluster_need_no_run_file(setting: str, key: str, words: s
     assert found.key == key and words in f"{found.reason} {found.way_out}"
 
 
+def test_an_odd_length_is_refused_with_even_ones_that_are_not():
+    assert wrong(**{**GOOD, "seq_len": 1})["train.seq_len"].way_out == "Use 2."
+    assert wrong(**{**GOOD, "seq_len": 127})["train.seq_len"].way_out == "Use 128 or 126."
+
+
 def test_positions_that_were_not_learned_are_an_error():
     assert "train.seq_len" in wrong(**{**GOOD, "model": "gpt2", "seq_len": 4096})
 
