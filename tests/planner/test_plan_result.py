@@ -237,7 +237,9 @@ def test_where_nothing_fits_the_category_and_ways_out_are_named():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "cluster", "format"), [("llama3-8b", "h100:1", "fp16"), ("llama3.1-70b", "rtx-4090:8", "bf16")])
+@pytest.mark.parametrize(
+    ("model", "cluster", "format"), [("llama3.2-3b", "a100-40gb:1", "fp16"), ("llama3.1-70b", "rtx-4090:8", "bf16")]
+)
 def test_every_device_that_a_way_out_names_can_be_planned_for(model: str, cluster: str, format: str):
     request = PlanRequest(model=model, cluster=cluster, seq_len=2048, global_batch=512, format=format)
     with pytest.raises(SpecErrors) as caught:
