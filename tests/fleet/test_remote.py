@@ -145,6 +145,7 @@ def test_a_node_that_dies_while_it_is_asked_is_not_waited_for(tmp_path: Path) ->
     assert nodes.there() == ()
 
 
+@pytest.mark.slow
 def test_an_agent_whose_store_is_gone_before_it_has_joined_offers_itself_anew(job: Callable[..., Job]) -> None:
     told = list[str]()
     local = LocalNodes(job("wait"), names=("a",))

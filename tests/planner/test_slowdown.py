@@ -137,6 +137,7 @@ def test_the_page_of_a_run_shows_each_term_beside_its_prediction(tmp_path: Path)
     assert found.tries == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -168,6 +168,7 @@ def test_a_number_takes_two_bytes(zero: int) -> None:
         assert dtypes == {torch.bfloat16} and held == told == bytes_wide // 2
 
 
+@pytest.mark.slow
 @sampled(2, together=True)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_bytes_and_messages_equal_the_prediction(zero: int) -> None:

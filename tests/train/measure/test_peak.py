@@ -95,6 +95,7 @@ def _peaks(rank: int, folder: Path) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_a_file_that_a_full_disk_cut_off_is_written_anew(tmp_path: Path) -> None:
     first, again, kept = run_ranks(_peaks, 1, tmp_path)[0]
     assert first > 0 and again > 0 and kept == 3.5e9

@@ -51,6 +51,7 @@ def test_the_others_get_the_last_verdict_from_a_site_that_has_made_it_alone() ->
     assert _ends(councils, first, members=MEMBERS) == [True] * 3
 
 
+@pytest.mark.slow
 def test_a_last_merge_that_was_made_alone_is_undone() -> None:
     """The site that made it does not end with it: it takes the weights of the others, which are a quorum."""
     hub = Hub()

@@ -241,6 +241,7 @@ def _merges(one: Council, seconds: float) -> None:
     one.differences(verdict, bytes_each=7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("merges", [6, 3])
 def test_a_site_that_stands_ends_once_the_others_are_far_ahead(merges: int) -> None:
     """The others no longer have the verdict for the merge at which the site waits, or the difference that was merged there."""
