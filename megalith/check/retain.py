@@ -45,9 +45,8 @@ def activations_are_formed_again(case: Case) -> Found:
     """Recomputing an activation saves memory only if the trainer decides whether the next product keeps the activation's result."""
     plan, parts = case.plan, case.plan.recomputed_parts
     named = [part for part in parts if part.endswith(".activation")]
-    dense = [
-        part for part in named if part != EXPERTS_ACTIVATION
-    ]  # experts are not compiled, and nothing is sent in pieces for them
+    # experts are not compiled, and nothing is sent in pieces for them
+    dense = [part for part in named if part != EXPERTS_ACTIVATION]
     pieces = f"plan.overlap_tensor = {plan.overlap_tensor}: the product after the activation keeps its input"
     reasons = (
         (dense, plan.compile, "plan.compile = true: compiled code decides what is kept"),
