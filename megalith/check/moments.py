@@ -137,6 +137,9 @@ def something_is_small(case: Case) -> Found:
                 reason = 'changes nothing with optimizer.moments = "fp32"'
                 yield advice(f"optimizer.{key}", getattr(spec, key), reason, 'Remove this key, or use optimizer.moments = "fp8".')
         return
+    if spec.moments == "bf16" and "moment_block" in spec.model_fields_set:
+        reason = 'changes nothing with optimizer.moments = "bf16", whose numbers have no common scale'
+        yield advice("optimizer.moment_block", spec.moment_block, reason, 'Remove this key, or use optimizer.moments = "fp8".')
     if not any(slot.shape == "like" for kind in kinds(spec) for slot in OPTIMIZERS[kind].slots):
         reason = f"changes nothing: {spec.kind} keeps moments of rows and columns, which stay in fp32"
         yield advice("optimizer.moments", spec.moments, reason, "Leave it out.")

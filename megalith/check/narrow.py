@@ -235,8 +235,11 @@ def gathers_have_the_products_numbers(case: Case) -> Found:
     if choices.input_gradient == "wide":
         reason = 'does not work with precision.input_gradient = "wide": input gradients then need unrounded weights'
         yield error("precision.gather", choices.gather, reason, f'Use {wide}, or input_gradient = "narrow".')
-    if plan.zero == 0 or plan.dp_shard == 1:
-        reason = f"changes nothing with plan.zero = {plan.zero} and {plan.dp_shard} shards: no weights are gathered"
+    mesh = Mesh.of(plan)
+    experts = case.model is not None and any(isinstance(block.mlp, MoeSpec) for block in case.model.blocks)
+    shards = max(mesh.state[2], mesh.experts[2] if experts else 1)
+    if plan.zero == 0 or shards == 1:
+        reason = f"changes nothing with plan.zero = {plan.zero} and {shards} shards: no weights are gathered"
         yield advice("precision.gather", choices.gather, reason, "Leave it out.")
     elif choices.granularity == "tile":
         yield from _cut_by_shards(case, case.model) if case.model is not None else ()

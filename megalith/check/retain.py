@@ -104,7 +104,8 @@ def parts_can_be_compressed(case: Case) -> Found:
     products = [part for part in named if part not in (*NORMS, "attention.core")]
     if products and is_narrow(precision):
         reason = f'compresses "{products[0]}", but train.precision = "{precision}" decides how products keep their inputs'
-        yield error(key, parts, reason, f'Leave "{products[0]}" out, and use precision.kept = "fp8".')
+        instead = ', and use precision.kept = "fp8"' if PRECISIONS[precision].factors.bits == 8 else ""
+        yield error(key, parts, reason, f'Leave "{products[0]}" out{instead}.')
     if products and plan.compile:
         reason = f'compresses "{products[0]}" with plan.compile = true: compiled code decides how products keep their inputs'
         way_out = f'Leave "{products[0]}" out ({", ".join(("attention.core", *NORMS))} are possible), or use compile = false.'

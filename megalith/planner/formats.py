@@ -115,10 +115,11 @@ def notes_on(run: RunSpec, cluster: ClusterSpec, *, chosen: bool) -> tuple[str, 
 
 
 def precision_problems(run: RunSpec) -> list[Problem]:
-    """Return the errors of a run's narrow precision that occur under every plan."""
+    """Return the errors of a run's precision that occur under every plan."""
     case = Case(run.model_copy(update={"plan": Plan()}), None, files=False)
-    found = found_by(case, ("narrow", "packed"))  # all rules would also look for a way to make this plan fit
-    return [one for one in found if one.severity == "error" and one.key.startswith("precision.")]
+    found = found_by(case, ("narrow", "packed", "moments"))  # all rules would also look for a way to make this plan fit
+    keys = ("precision.", "optimizer.master", "train.gradients")
+    return [one for one in found if one.severity == "error" and one.key.startswith(keys)]
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,8 @@ class Gains:
     """Time that 8-bit products save or cost in each layer of a run on its devices, and the values that save most."""
 
     device: str
+    precision: str
+    """The narrow precision that bf16 is compared with."""
     choices: PrecisionSpec
     """The run's `[precision]` if it multiplies in 8 bits, else the recipe for its devices."""
     layers: tuple[Layer, ...]
@@ -146,9 +149,8 @@ class Gains:
         return self.choices.model_copy(update={"wide": self.wide}).model_dump(exclude_defaults=True) if self.saved > 0 else {}
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "device": self.device, "saved": self.saved, "recipe": self.recipe, "layers": [one.to_json() for one in self.layers],
-        }  # fmt: skip
+        found: dict[str, Any] = {"device": self.device, "precision": self.precision, "saved": self.saved, "recipe": self.recipe}
+        return found | {"layers": [one.to_json() for one in self.layers]}
 
 
 def gains(run: RunSpec, cluster: ClusterSpec) -> Gains | None:
@@ -159,7 +161,7 @@ def gains(run: RunSpec, cluster: ClusterSpec) -> Gains | None:
         if choices is None:
             return None
         run = run.model_copy(update={"precision": choices})
-    return Gains(cluster.accelerator.name, run.precision, pays(run, cluster, run.precision))
+    return Gains(cluster.accelerator.name, run.train.precision, run.precision, pays(run, cluster, run.precision))
 
 
 def advice_on(run: RunSpec, cluster: ClusterSpec) -> list[Problem]:
@@ -171,15 +173,12 @@ def advice_on(run: RunSpec, cluster: ClusterSpec) -> list[Problem]:
         return []
     key, device = "precision.multiply", cluster.accelerator.name
     if not found.recipe:
-        return [
-            Problem(
-                "advice",
-                key,
-                "codes",
-                f"8-bit products are predicted to make every layer slower than bf16 on {device} under this plan",
-                'Use train.precision = "bf16".',
-            )
-        ]
+        lost = losers(found.layers)
+        gain = gained(found.layers, lost) > 0
+        layers = "every layer that is not in precision.wide" if gain else "every layer"
+        reason = f"8-bit products are predicted to make {layers} slower than bf16 on {device} under this plan"
+        way_out = f"Use precision.wide = {json.dumps(lost)}." if gain else 'Use train.precision = "bf16".'
+        return [Problem("advice", key, "codes", reason, way_out)]
     reason = f"8-bit products are predicted to make {', '.join(more)} slower than bf16 on {device} under this plan"
     return [
         Problem(

@@ -384,11 +384,14 @@ def recipe_advice(found: Gains) -> str:
         "predicted ms of a layer's forward and backward for one microbatch on a rank; gain: time in bf16 / time in 8 bits\n"
         "wide: the layer stays in bf16; rehearsed: emulated, because these sizes, or experts, have no 8-bit product"
     )
+    if not found.layers:
+        return "all blocks stay wide (precision.wide_first, precision.wide_last), so there is no layer to compare"
     if not found.recipe:
         return f"{ways}\nno layer gains from 8 bits on {found.device}: use bf16"
     keys = "\n".join(f"{key} = {json.dumps(value)}" for key, value in found.recipe.items())
     saved = f"{seconds(found.saved)} for each microbatch if a rank holds all blocks"
-    return f"{ways}\nproposed settings, which save {saved}:\n\n[precision]\n{keys}\n"
+    tables = f'[train]\nprecision = "{found.precision}"\n\n[precision]\n{keys}\n'
+    return f"{ways}\nproposed settings, which save {saved}:\n\n{tables}"
 
 
 def reasons(found: PlanResult) -> Table:

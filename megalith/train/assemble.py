@@ -164,8 +164,12 @@ class Trainer:
     def scheduled_lr(self) -> float:
         """The schedule's learning rate for the next update."""
         spec = self.spec
-        done = self.state.updates if self.schedule is None else self.schedule
-        return learning_rate(done, spec=spec.optimizer, steps=spec.train.steps, branch=spec.branch)
+        return learning_rate(self.scheduled, spec=spec.optimizer, steps=spec.train.steps, branch=spec.branch)
+
+    @property
+    def scheduled(self) -> int:
+        """The number of the schedule's updates that are done: with sites or ramps the samples say it, not the updates of this site."""
+        return self.state.updates if self.schedule is None else self.schedule
 
     def clip(self, factor: float, *, number: int) -> None:
         """Multiply all gradients by `factor`, for update `number` of the run. With adaptive clipping, also limit each parameter's gradient
@@ -210,7 +214,7 @@ class Trainer:
     def wide(self) -> bool:
         """True if the next update uses no low-precision products, because `precision.wide_decay` is set and the learning rate is in its
         final decay."""
-        return self.is_wide(self.state.updates)
+        return self.is_wide(self.scheduled)
 
     def is_wide(self, update: int) -> bool:
         """True if update number `update` of the run is `wide`."""

@@ -374,6 +374,8 @@ def carry_out(
                 trainer.state.scale = after
             elif not spike:
                 skipped += f"; NaN or Inf in {where_not_finite(trainer)}"
+            if after is None and vitals.overflowed and trainer.state.scale is not None:  # at its floor, the scale stays
+                trainer.state.scale = trainer.state.scale._replace(good=0)
             trainer.drop()
             trainer.state.skipped += 1
             notify(step_hooks, "update_skipped", trainer, step)

@@ -60,6 +60,8 @@ def test_matrices_of_a_users_own_mlp_are_cut_as_declared(
 
 def test_a_choice_that_changes_nothing_is_named() -> None:
     assert "optimizer.moment_block" in advice("optimizer.moment_block=64")
+    assert "optimizer.moment_block" in advice("optimizer.moments=bf16", "optimizer.moment_block=64")
+    assert "optimizer.moment_block" not in advice("optimizer.moments=bf16")
     assert "optimizer.moments" in advice("optimizer.moments=fp8", "optimizer.kind=adafactor")
     assert "optimizer.moments" in advice("optimizer.moments=fp8", "optimizer.moment_least=100000000")
     assert "optimizer.moments" not in advice("optimizer.moments=fp8")

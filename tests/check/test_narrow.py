@@ -213,6 +213,9 @@ def test_weights_are_gathered_as_products_round_them() -> None:
     for plan in (("plan.zero=0",), ("plan.data=1",), ("plan.replicate=2",)):
         said = {problem.key: problem.reason for problem in found(*asked, *plan)}
         assert "no weights are gathered" in said["precision.gather"]
+    experts = ("model.preset=deepseek-tiny", "train.precision=fp8", "precision.tile=16", "precision.gather=fp8", "plan.zero=3")
+    assert "precision.gather" in advice(*experts)
+    assert "precision.gather" not in advice(*experts, "plan.tensor=2"), "tensor ranks hold shards of the experts"
 
 
 def test_shards_that_would_cut_a_tile_are_named() -> None:

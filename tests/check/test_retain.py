@@ -27,6 +27,7 @@ def parts(named: dict[str, str]) -> str:
         ),
         ([parts({"mamba.core": "compress"}), "train.precision=bf16"], "sums over the whole sequence"),
         ([parts({"mlp": "compress"}), "train.precision=fp8"], 'use precision.kept = "fp8"'),
+        ([parts({"mlp": "compress"}), "train.precision=nvfp4"], 'Leave "mlp" out.'),
         ([parts({"mlp": "compress"}), "train.precision=bf16", "plan.tensor=2", "plan.overlap_tensor=2"], "sent in pieces"),
         ([parts({"attention.core": "compress"}), "train.precision=fp32"], "promises more precision than bf16"),
         ([parts({"attention.core": "compress"}), "train.precision=fp16"], "promises more precision than bf16"),

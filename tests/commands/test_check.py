@@ -105,13 +105,19 @@ def test_what_products_in_8_bits_gain_each_layer_is_shown_without_torch() -> Non
     assert gain["attention.k"] < 1 < gain["mlp.up"]
     assert found["gains"]["recipe"] == {"multiply": "codes", "wide": [f"*.{name}" for name, one in gain.items() if one <= 1]}
     shown = call("check", "run.toml", "--fp8", *flags).stdout
-    assert "attention.k" in shown and 'multiply = "codes"' in shown
+    assert "attention.k" in shown and 'multiply = "codes"' in shown and '[train]\nprecision = "fp8"\n\n[precision]\n' in shown
+    few = call("check", "run.toml", "--fp8", *flags, "--set", "model.layers=2").stdout
+    assert "all blocks stay wide" in few and "no layer gains" not in few
 
     codes = [*flags, "--set", "train.precision=fp8", "--set", "precision.multiply=codes"]
     said = json.loads(call("check", "run.toml", "--json", *codes).stdout)
     (advice,) = [one for one in said["problems"] if one["key"] == "precision.multiply"]
     assert advice["severity"] == "advice" and '"*.attention.k"' in advice["way_out"]
     assert "gains" not in said
+    gaining = [f"*.{name}" for name, one in gain.items() if one > 1]
+    said = json.loads(call("check", "run.toml", "--json", *codes, "--set", f"precision.wide={gaining}").stdout)
+    (advice,) = [one for one in said["problems"] if one["key"] == "precision.multiply"]
+    assert "every layer that is not in precision.wide slower" in advice["reason"] and '"*.attention.k"' in advice["way_out"]
     wide = f"precision.wide={found['gains']['recipe']['wide']}"
     said = json.loads(call("check", "run.toml", "--json", *codes, "--set", wide).stdout)
     assert not [one for one in said["problems"] if one["key"] == "precision.multiply"]

@@ -71,6 +71,15 @@ def test_a_device_without_bf16_is_planned_for_in_fp16():
     assert (asked.format, asked.run.train.precision, asked.cluster.accelerator.half) == ("fp16", "fp16", "fp16")
 
 
+def test_a_format_that_the_runs_other_formats_do_not_allow_is_refused(tmp_path: Path):
+    path = tmp_path / "run.toml"
+    train = 'precision = "bf16"\ngradients = "bf16"\nglobal_batch = 8\nsteps = 10\nseq_len = 32\n'
+    tables = f'[plan]\ndata = 2\n[train]\n{train}[optimizer]\nmaster = "split16"\n'
+    path.write_text(f'cluster = "h100:2"\n[model]\npreset = "tiny"\n{tables}[data]\npath = "none"\n')
+    assert set(wrong(path=path, format="fp16")) == {"optimizer.master", "train.gradients"}
+    assert resolve(PlanRequest(path=path, format="bf16")).format == "bf16"
+
+
 LARGE = {"model": "llama3.1-8b", "cluster": "h100:8", "seq_len": 8192, "global_batch": 64}
 
 

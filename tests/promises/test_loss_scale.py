@@ -226,6 +226,19 @@ def too_large(rank: int, spec: RunSpec) -> list[StepResult]:
     return trained(trainer_of(spec), [])
 
 
+def second_overflows(rank: int, spec: RunSpec) -> list[StepResult]:
+    trainer = trainer_of(spec)
+    return trained(trainer, [Overflow(trainer, 1)])
+
+
+def test_an_overflow_at_the_floor_counts_against_growth() -> None:
+    """The second step overflows at the floor and is skipped: the scale grows after three updates that follow it, not one earlier."""
+    scale = {"initial": 2, "floor": 2, "hysteresis": 1, "growth_interval": 3}
+    spec = fp16({}, scale=scale, train={"steps": 6}, stability={"not_finite": "skip"})
+    (told,) = run_ranks(second_overflows, 1, spec)
+    assert [one.scale for one in told] == [2, 2, 2, 2, 2, 4]
+
+
 @pytest.mark.parametrize("plan", [{}, {"pipeline": 2, "schedule": "zb-h2", "post_validation": True}], ids=str)
 def test_a_scale_that_is_too_large_comes_down_until_gradients_fit(plan: dict[str, Any]) -> None:
     """The losses stay finite. The first overflow is in the head, where the scale is applied."""

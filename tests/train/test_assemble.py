@@ -90,3 +90,20 @@ def _unset(rank: int) -> bool:
 
 def test_weights_that_will_be_loaded_are_there_without_first_values():
     assert run_ranks(_unset, 1) == [True]
+
+
+def _wide_steps(rank: int) -> list[tuple[bool, bool]]:
+    optimizer = {"schedule": "wsd", "decay": 0.2, "warmup": 0, "lr": 1e-3}
+    spec = tiny_run(
+        train={"precision": "nvfp4", "steps": 10, "global_batch": 4}, precision={"wide_decay": True}, optimizer=optimizer
+    )
+    trainer, found = trainer_of(spec), list[tuple[bool, bool]]()
+    for updates, schedule in ((0, 9), (9, 3)):
+        trainer.state.updates, trainer.schedule = updates, schedule
+        found.append((trainer.wide, trainer.scheduled_lr < 1e-3))
+    return found
+
+
+@pytest.mark.slow
+def test_products_turn_wide_where_the_learning_rate_decays_not_where_a_sites_updates_end():
+    assert run_ranks(_wide_steps, 1) == [[(True, True), (False, False)]]
