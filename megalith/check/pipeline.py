@@ -120,7 +120,7 @@ def bubble_is_small(case: Case) -> Found:
         return
     whole = bubble / (1 + bubble)
     reason = f"with {microbatches} microbatches leaves each rank idle for {whole:.1%} of a step ({bubble:.1%} of its useful time)"
-    more = 4 * plan.pipeline * (case.spec.train.global_batch // microbatches)
+    more = -(-4 * plan.pipeline * case.spec.train.global_batch // microbatches)
     way_out = f"Use train.global_batch >= {more}, a smaller microbatch or fewer stages."
     yield advice("plan.pipeline", plan.pipeline, reason, way_out)
 

@@ -321,4 +321,5 @@ def faults_go_back_to_checkpoints(case: Case) -> Found:
             "saves nothing before the end, and a run with sites keeps no copies in memory: all progress is lost if too many "
             "sites fail"
         )
-        yield advice("checkpoint.every", 0, reason, f"For example, use checkpoint.every = {spec.sites.inner_steps}.")
+        often = max(spec.sites.inner_steps, min(100, spec.train.steps // 10 or 1))
+        yield advice("checkpoint.every", 0, reason, f"For example, use checkpoint.every = {often}.")

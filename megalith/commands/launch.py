@@ -112,12 +112,13 @@ def launch(request: RunRequest, *, engine: str, options: Mapping[str, Any] | Non
     Raises SpecErrors with all problems of the run and of the launch options. Data that is missing on this machine gives only advice,
     because the data may exist on the run's machines.
     """
+    from megalith.check.sites import launched_alone
     from megalith.commands.shared import runs
     from megalith.fleet import engines
     from megalith.spec.problem import SpecErrors
 
     checked = runs.check(request, look=False)
-    spec, errors = checked.resolved.spec, checked.errors
+    spec, errors = checked.resolved.spec, [*checked.errors, *launched_alone(checked.resolved.spec)]
     here = [one for one in runs.check(request).errors if one not in errors]
     advice = [replace(one, severity="advice", reason=f"seen from this machine, {one.reason}") for one in here]
     try:

@@ -89,11 +89,12 @@ def across(shapes: Shapes, sites: SitesSpec, step: float, *, steps: int | None =
     """
     if sites.link is None or sites.count == 1:
         return None
-    fitting = (n for n in INTERVALS if n >= sites.fragments and n > sites.overlap and not sites.exchanges_gradients)
+    longest = 10**9 if steps is None else steps
+    fitting = (n for n in INTERVALS if max(sites.fragments, sites.overlap + 1) <= n <= longest and not sites.exchanges_gradients)
     cut = fragments(shapes, sites)
     candidates = (sites.model_copy(update={"inner_steps": n}) for n in fitting)
-    shortest = next((one.inner_steps for one in candidates if _use(cut, one, step) >= GOOD), None)
-    use = _use(cut, sites, step, steps if steps is not None and steps <= LONG * sites.inner_steps else None, packet)
+    shortest = next((one.inner_steps for one in candidates if _use(cut, one, step, _end(one, longest), packet) >= GOOD), None)
+    use = _use(cut, sites, step, _end(sites, longest), packet)
     return Across(
         sites.count, sites.inner_steps, sites.fragments, sites.overlap, sites.bits, sites.top_k, sites.eager,
         bytes=sum(_bytes(one, sites) for one in cut),
@@ -121,7 +122,10 @@ def choose(
     best: tuple[float, SitesSpec] | None = None
     for tried in _intervals(sites, free, longest):
         variants = _variants(shapes, tried, free, rounds_well)
-        found = [(_use(fragments(shapes, one), one.model_copy(update={"link": counted_on}), step), one) for one in variants]
+        found = [
+            (_use(fragments(shapes, one), one.model_copy(update={"link": counted_on}), step, _end(one, longest)), one)
+            for one in variants
+        ]
         good = next((one for use, one in found if use >= GOOD), None)
         if good is not None:
             return good
@@ -142,7 +146,7 @@ def _intervals(sites: SitesSpec, free: Collection[str], longest: int) -> Iterato
     if not {*SPARSE, "error_feedback"} & sites.model_fields_set:
         yield from (one.model_copy(update=SPARSE) for one in dense if MIN_ROUNDS * one.inner_steps <= longest)
     yield from (one for one in dense if one.inner_steps > MAX_INTERVAL)
-    if "overlap" in free and not {"eager", "mixing"} & sites.model_fields_set:
+    if "overlap" in free and not sites.staleness and not {"eager", "mixing"} & sites.model_fields_set:
         yield from (one.model_copy(update={"eager": True}) for one in dense)
 
 
@@ -162,6 +166,11 @@ def _bytes(fragment: Fragment, sites: SitesSpec) -> int:
     """Return the largest number of bytes that a site sends at a merge: its difference, once to each other site, and, if this site decides,
     the list of merged sites."""
     return (sites.count - 1) * (wire_bytes(fragment) + verdict_bytes())
+
+
+def _end(sites: SitesSpec, steps: int) -> int | None:
+    """Return the last step of a run of `steps` steps; None if the run has so many rounds that its final merge does not count."""
+    return steps if steps <= LONG * sites.inner_steps else None
 
 
 def _use(cut: tuple[Fragment, ...], sites: SitesSpec, step: float, steps: int | None = None, packet: int = PACKET) -> float:

@@ -67,7 +67,8 @@ def _together(request: ResolvedRequest, sites: SitesSpec) -> SitesSpec | None:
     them."""
     run = request.run.model_copy(update={"sites": sites})
     experts = any(isinstance(block.mlp, MoeSpec) for block in request.model.blocks)
-    if sites.exchanges_gradients or any(made_apart(run, experts=experts)):
+    guarded = run.fleet.recover and run.fleet.verify_every > 0
+    if sites.exchanges_gradients or guarded or any(made_apart(run, experts=experts)):
         return None
     kept = {key: getattr(sites, key) for key in KEPT if key in sites.model_fields_set}
     return SitesSpec(method="data-parallel", **kept)

@@ -92,6 +92,14 @@ def test_the_batch_that_makes_the_bubble_small_is_that_of_all_sites():
     assert "plan.pipeline" not in advice(*settings[:-1], f"train.global_batch={batch}")
 
 
+def test_the_batch_that_makes_the_bubble_small_is_larger_than_that_of_the_run():
+    """Site 0 reads 12 of 16 samples, in 12 microbatches."""
+    settings = ["plan.pipeline=4", "sites.count=2", "sites.each=[{share=3},{share=1}]", "train.global_batch=16"]
+    [problem] = [each for each in found(*settings) if each.key == "sites.each.0.plan.pipeline"]
+    [batch] = re.findall(r"train.global_batch >= (\d+)", problem.way_out)
+    assert int(batch) == 22
+
+
 def test_the_interleaved_bubble_is_divided_by_the_chunks():
     (problem,) = [
         p

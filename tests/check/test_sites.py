@@ -161,6 +161,14 @@ def test_the_suggested_inner_steps_are_valid(fragments: int, overlap: int) -> No
 
 def test_faults_go_back_to_checkpoints() -> None:
     assert "checkpoint.every" in _keys("advice", checkpoint={"every": 0})
+    often = [
+        problem.way_out
+        for problem in check(
+            tiny_run(sites={"method": "data-parallel"}, train={"steps": 200}, checkpoint={"every": 0}), files=False
+        )
+        if problem.key == "checkpoint.every"
+    ]
+    assert "checkpoint.every = 20." in often[0], "not each step, although sites exchange gradients in each"
     assert "checkpoint.every" not in _keys("advice")
 
 

@@ -26,6 +26,14 @@ def test_a_wrong_run_is_not_launched_and_all_is_said(run: Path):
     assert {"plan.tensor", "train.global_batch", "--image", "--hours", "--nodes"} <= {one.key for one in caught.value.problems}
 
 
+def test_all_sites_are_not_launched_as_one(run: Path):
+    with pytest.raises(SpecErrors) as caught:
+        launch.launch(RunRequest(run, ["sites.count=2"]), engine="slurm", options={"nodes": 1})
+    assert "sites.site" in {one.key for one in caught.value.problems}
+    artefact, _ = launch.launch(RunRequest(run, ["sites.count=2", "sites.site=1"]), engine="slurm", options={"nodes": 1})
+    assert "--set sites.site=1" in artefact.text
+
+
 LAUNCH = ["launch", "run.toml", "--engine", "slurm", "--set", "plan.data=4", "--nodes", "2"]
 
 

@@ -29,9 +29,11 @@ QUICKSTART = {f"blocks.{n}.weight": (1300, 1000) for n in range(5)}
 """Five equal parts that together have the parameters of quickstart's model."""
 
 
-def _predicted(shapes: dict[str, tuple[int, ...]] = QUICKSTART, step: float = STEP, **given: Any) -> Across:
+def _predicted(
+    shapes: dict[str, tuple[int, ...]] = QUICKSTART, step: float = STEP, *, steps: int | None = None, **given: Any
+) -> Across:
     sites = SitesSpec.model_validate({"link": {"megabits": 10, "milliseconds": 100}} | given)
-    found = across(shapes, sites, step)
+    found = across(shapes, sites, step, steps=steps)
     assert found is not None
     return found
 
@@ -94,6 +96,22 @@ def test_the_shortest_interval_that_pays() -> None:
     below = [n for n in INTERVALS if 5 < n < found.shortest]
     assert all(_predicted(inner_steps=n, fragments=5, overlap=5, bits=4).use < GOOD for n in below)
     assert _predicted(inner_steps=30, link={"megabits": 0.01, "milliseconds": 100}).shortest is None
+
+
+@pytest.mark.parametrize("given", [{"fragments": 5, "overlap": 5, "bits": 4}, {"bits": 4}], ids=str)
+@pytest.mark.parametrize("steps", [100, 120, 1000])
+def test_an_interval_that_is_named_helps_this_run_to_its_end(given: dict[str, Any], steps: int) -> None:
+    """A short run's final merge counts, and an interval that is longer than the run is not named."""
+    found = _predicted(inner_steps=30, steps=steps, **given)
+    if found.shortest is not None:
+        assert found.shortest <= steps and _predicted(inner_steps=found.shortest, steps=steps, **given).use >= GOOD
+    assert steps > 120 or found.shortest is None
+
+
+def test_the_method_chosen_for_a_short_run_counts_its_final_merge() -> None:
+    sites = SitesSpec.model_validate({"link": {"megabits": 1000, "milliseconds": 100}})
+    chosen = choose(QUICKSTART, sites, 0.2, free=CHOSEN, rounds_well=False, longest=300)
+    assert across(QUICKSTART, chosen, 0.2, steps=300).use >= GOOD  # type: ignore[union-attr]
 
 
 def test_it_is_near_what_was_measured() -> None:
@@ -168,6 +186,7 @@ def test_sites_are_eager_where_a_round_trip_takes_many_steps() -> None:
     def found(**given: Any) -> SitesSpec:
         return choose(QUICKSTART, SitesSpec.model_validate(far | given), 0.1, free=CHOSEN, rounds_well=False)
 
+    assert not found(staleness=2).eager, "merges that may miss a site cannot correct its step"
     eager = found()
     assert eager.eager and eager.overlap > max(OVERLAPS) and not _chosen(LINKS["slow"]).eager
     for given in ({"mixing": 0.5}, {"eager": False}):

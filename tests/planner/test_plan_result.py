@@ -457,6 +457,8 @@ def test_data_parallelism_is_chosen_for_a_link_that_is_fast_enough(tmp_path: Pat
     fast = "megabits = 1e7\nmilliseconds = 0.001"
     free = _across_sites(tmp_path, fast, lr="").linked
     assert free is not None and free.chosen is not None and free.chosen.exchanges_gradients and free.proposed == free.together
+    guarded = _across_sites(tmp_path, f"{fast}\n[fleet]\nverify_every = 10", lr="").linked
+    assert guarded is not None and guarded.together is None, "its gradients would have no guards"
     found = _across_sites(tmp_path, fast)
     assert found.linked is not None and found.linked.chosen is not None and not found.linked.chosen.exchanges_gradients
     assert 'with method = "data-parallel": data parallelism. Each site sends' in plans.across(found)

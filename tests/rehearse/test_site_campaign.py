@@ -6,16 +6,20 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 import pytest
 
+from megalith.commands.sites.campaign import campaign as campaign_of
 from megalith.events import EventLog, Merge
 from megalith.machine.wire import Wire
+from megalith.rehearse import campaign
 from megalith.rehearse.site_campaign import SiteCampaign, SiteFate, SiteProcess, SitesRun, membership
 from megalith.rehearse.site_faults import KINDS, LOSS, SiteFault, draw, merges_of
 from megalith.rehearse.site_judge import Evidence, judge
-from megalith.spec.sites import folder_of
+from megalith.spec import files
+from megalith.spec.sites import SitesSpec, folder_of
 from tests.fleet.conftest import is_alive, until
 
 
@@ -28,6 +32,26 @@ def test_a_seed_gives_its_list_with_as_many_of_each_kind() -> None:
         assert [seconds > 4.0 for seconds in cuts] == [True, False, True, False], "sites that are left, and sites that stay"
         assert merges_of(found) > sum(one.after + KINDS[one.kind].merges for one in found)
     assert {one.kind for one in draw(5, seed=1, sites=2, grace=4.0, kinds=("torn", "loss"))} == {"torn", "loss"}
+
+
+def test_a_run_file_for_two_datacenters_is_rehearsed_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its addresses, its certificates and the site that it names belong to other machines."""
+    path, asked = tmp_path / "run.toml", list[SitesSpec | None]()
+    tls = "".join(f'{name} = "{name}.pem"\n' for name in ("certificate", "key", "authority"))
+    addresses = 'addresses = ["10.0.0.1:29400", "10.8.0.1:29400"]'
+    sites = f"[sites]\ncount = 2\nsite = 0\n{addresses}\n[sites.tls]\n{tls}"
+    train = "[train]\nsteps = 10\nglobal_batch = 8\nseq_len = 16\n"
+    path.write_text(f'model.preset = "tiny"\ndata.path = "none"\n{train}{sites}')
+
+    def run(command: list[str], folder: Path) -> NoReturn:
+        asked.append(files.load(Path(command[4])).spec.sites)
+        raise InterruptedError
+
+    monkeypatch.setattr(campaign, "run", run)
+    with pytest.raises(InterruptedError):
+        campaign_of(files.load(path), tmp_path / "out", count=1, seed=1, kinds=(), minutes=1.0)
+    (found,) = asked
+    assert found is not None and (found.site, found.addresses, found.tls, found.count) == (None, (), None, 2)
 
 
 def _merge(number: int, merged: list[int], *, left: tuple[int, ...] = (), joined: tuple[int, ...] = (), time: float) -> Merge:

@@ -44,7 +44,13 @@ def campaign(
     between = -(-sites.inner_steps // sites.fragments)
     train = resolved.spec.train.model_copy(update={"steps": between * site_faults.merges_of(faults)})
     fleet = resolved.spec.fleet.model_copy(update={"hang_floor": max(HANG_FLOOR, resolved.spec.fleet.hang_floor)})
-    spec = resolved.spec.model_copy(update={"train": train, "fleet": fleet})
+    here = {
+        "site": None,
+        "addresses": (),
+        "tls": None,
+        "replay": (),
+    }  # the campaign joins sites of this machine by its own relays
+    spec = resolved.spec.model_copy(update={"train": train, "fleet": fleet, "sites": sites.model_copy(update=here)})
     runner.clear(folder)
     file = folder / "run.toml"
     file.write_text(files.dump(replace(resolved, spec=spec)), encoding="utf-8")

@@ -30,7 +30,7 @@ from megalith.fleet.secure.session import (
     ServerHandshake,
     TooLong,
 )
-from megalith.fleet.secure.store_server import listen
+from megalith.fleet.secure.store_server import is_loopback, listen
 from megalith.fleet.secure.tls import Connection, Tls
 
 PIECE_BYTES = 1 << 20  # of a message in one frame
@@ -122,7 +122,7 @@ class Peers:
         self.sent = 0
         """Bytes of messages that were passed to TCP, over all connections."""
         self._turned_away = 0
-        self._server = listen(host, port) if own < count - 1 else None
+        self._server = listen(host, port, elsewhere=not is_loopback(host)) if own < count - 1 else None
         self.address: Address = (host, self._server.getsockname()[1] if self._server else 0)
 
     def open(self) -> None:
@@ -297,7 +297,10 @@ class Peers:
         where, trouble = "", "the process that listens at this address has another key"
         try:
             if (address := self._address_of(site)) is None:
-                raise ValueError("the site's address is not known, because the site has not started")
+                raise ValueError(
+                    "the site has not started in this run's folder. Sites with other run folders, or on other machines, need "
+                    "sites.addresses"
+                )
             where = f"{address[0]}:{address[1]}: "
             plain = connection = socket.create_connection(address, timeout=PROOF_SECONDS)
             timer = _cut_later(plain)

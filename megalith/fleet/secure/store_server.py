@@ -61,10 +61,10 @@ class _Client:
     until: float = 0.0
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Listen at `host`, or at the address in MEGALITH_LISTEN if that is set. Port 0 means any free port. Raises OSError with the
-    address in its message."""
-    address = os.environ.get(LISTEN) or host.strip("[]")
+def listen(host: str, port: int, *, elsewhere: bool = True) -> socket.socket:
+    """Listen at `host`, or, if `elsewhere`, at the address in MEGALITH_LISTEN if that is set. Port 0 means any free port. Raises OSError
+    with the address in its message."""
+    address = (elsewhere and os.environ.get(LISTEN)) or host.strip("[]")
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         server = socket.socket(family, kind, protocol)

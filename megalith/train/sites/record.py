@@ -23,7 +23,7 @@ from megalith.train.sites.pending import Pending
 
 DECIDE_BITS = ("model", "plan", "train", "optimizer", "sites")
 """The tables of a run file that must not have changed during a run that is replayed."""
-DECIDE_NONE = ("site", "addresses", "decides", "grace", "tls", "link", "replay")
+DECIDE_NONE = ("site", "addresses", "decides", "grace", "tls", "link", "place", "replay")
 """The keys of `[sites]` that, with given verdicts, do not affect the bits of the result."""
 
 

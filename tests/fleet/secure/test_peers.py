@@ -13,6 +13,7 @@ from megalith.fleet.secure import peers as transport
 from megalith.fleet.secure.key import Key
 from megalith.fleet.secure.peers import AT_ONCE, PIECE_BYTES, Address, Peers
 from megalith.fleet.secure.session import GREETING_BYTES, PROOF_BYTES
+from megalith.fleet.secure.store_server import LISTEN
 from tests.fleet.conftest import until
 from tests.full import only_full
 from tests.keys import KEY, OTHER_KEY
@@ -69,6 +70,14 @@ def test_messages_arrive_whole_and_in_order() -> None:
             assert _messages(one, 2 * len(sizes)) == wanted
         frames = sum(-(-(8 + size) // PIECE_BYTES) for size in sizes)
         assert [one.sent for one in sites] == [2 * (sum(sizes) + 8 * len(sizes) + 44 * frames)] * 3
+
+
+def test_sites_of_one_machine_listen_at_the_address_that_they_announce(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MEGALITH_LISTEN is for addresses that other machines reach."""
+    monkeypatch.setenv(LISTEN, "127.0.0.2")
+    with _sites(2) as sites:
+        _open(sites)
+        assert sites[0]._server is not None and sites[0]._server.getsockname()[0] == "127.0.0.1"
 
 
 def test_a_message_may_be_for_one_site() -> None:

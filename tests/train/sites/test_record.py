@@ -75,6 +75,9 @@ def test_sites_may_be_renamed_but_not_change_their_plans() -> None:
     _refuse_changes(starts({"name": "oslo"}, {"name": "bergen"}, None), [])
     with pytest.raises(RecordError, match="was changed"):
         _refuse_changes(starts({"name": "oslo"}, {"name": "oslo", "share": 2}), [])
+    here, away = starts(None), starts(None)
+    away[0].spec["sites"]["place"] = "host"
+    _refuse_changes([*here, *away], [])
 
 
 def test_a_run_without_a_merge_is_refused(tmp_path: Path) -> None:
