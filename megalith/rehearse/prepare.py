@@ -86,7 +86,7 @@ def prepare(
     own, others = _sorted(wanted, problems)
     resolved = _run(wanted, others, problems)
     spec = _spec(own, problems)
-    name, cluster = _cluster(wanted, resolved, problems)
+    name, cluster = _cluster(wanted, resolved, problems, sites=site_count(spec, resolved.spec if resolved else None))
     base = _measured(wanted, spec, problems)
     problems += _contradictions(spec, resolved, cluster)
     if problems:
@@ -162,10 +162,15 @@ def _run(wanted: SimulationRequest, overrides: Sequence[str], problems: list[Pro
     return None if wanted.run is None else load_admitted(wanted.run, overrides, problems)
 
 
-def _cluster(wanted: SimulationRequest, run: ResolvedRun | None, problems: list[Problem]) -> tuple[str, ClusterSpec | None]:
-    name = wanted.cluster
+def _cluster(
+    wanted: SimulationRequest, run: ResolvedRun | None, problems: list[Problem], *, sites: int
+) -> tuple[str, ClusterSpec | None]:
+    """Return the name of the cluster that trains a step, and the cluster of all sites. A run file names the cluster of one site."""
+    name, each = wanted.cluster, 1
     if name is None and run is not None and run.spec.cluster != "local":
         name = run.spec.cluster if clusters.counted(run.spec.cluster) else f"{run.spec.cluster}:{run.spec.plan.ranks}"
+        each = sites if run.spec.sites is not None else 1
+        problems += _different(run.spec)
     if name is None:
         if run is not None or wanted.run is None:
             problems.append(
@@ -173,10 +178,19 @@ def _cluster(wanted: SimulationRequest, run: ResolvedRun | None, problems: list[
             )
         return "", None
     try:
-        return name, clusters.load(name)
+        found = clusters.load(name)
+        return name, found.resized(each * found.count) or found
     except SpecErrors as errors:
         problems += errors.problems
         return name, None
+
+
+def _different(run: RunSpec) -> Iterator[Problem]:
+    """Yield a problem if a run file names different clusters for its sites."""
+    named = {one.cluster or run.cluster for one in run.sites.each} if run.sites is not None else set[str]()
+    if len(named) > 1:
+        reason = f"names {len(named)} clusters ({', '.join(sorted(named))}), but all simulated sites have the same devices"
+        yield _problem("sites.each", len(run.sites.each) if run.sites else 0, reason, "Name one cluster for all with --cluster.")
 
 
 def _measured(wanted: SimulationRequest, spec: SimulationSpec, problems: list[Problem]) -> Latencies | None:
@@ -210,8 +224,10 @@ def _contradictions(spec: SimulationSpec, run: ResolvedRun | None, cluster: Clus
         if key in spec.model_fields_set:
             reason = "this key describes merges between sites, but there is only one site"
             yield _problem(key, getattr(spec, key), reason, "Use --sites 2 or more, or leave this key out.")
-    if spec.decides is not None and spec.decides >= sites > 1:
-        yield _problem("decides", spec.decides, f"is not one of the sites 0 to {sites - 1}", "Name one of these sites.")
+    own = run.spec.sites.decides if run is not None and run.spec.sites is not None else None
+    decides = own if spec.decides is None else spec.decides
+    if decides is not None and decides >= sites > 1:
+        yield _problem("decides", decides, f"is not one of the sites 0 to {sites - 1}", "Name one with --set decides=NUMBER.")
     if spec.storage is not None and spec.state_bytes is None and run is None:
         way_out = "Add --set state_bytes=BYTES, such as 6.5e12 for 405e9 parameters with 16 bytes each, or give a RUN.toml."
         yield _problem(

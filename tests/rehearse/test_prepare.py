@@ -120,6 +120,20 @@ def test_a_runs_own_sites_are_played(tmp_path: Path) -> None:
     assert _prepared_of(run, "step_seconds=3", "sites=1").scenario.sites == 1
 
 
+def test_a_run_file_names_the_cluster_of_one_site(tmp_path: Path) -> None:
+    run = tmp_path / "run.toml"
+    sites = "[sites]\ncount = 2\ndecides = 1\n"
+    run.write_text(f"{RUN.replace('data = 64', 'data = 16').strip()}\n{sites}")
+    of = lambda **given: prepare(SimulationRequest(run=run, overrides=("step_seconds=3",), **given)).scenario  # noqa: E731
+    assert (of().nodes, of().sites) == (2, 2) and of(options={"sites": 4}).nodes == 2, "nodes of a site"
+    assert of(cluster="h100:64").nodes == 4, "a cluster on the command line is that of all sites"
+    run.write_text(run.read_text().replace("decides = 1", "decides = 3").replace("count = 2", "count = 4"))
+    assert "Name one with" in _mistakes(str(run), "--sites", "2", "--set", "step_seconds=3")["decides"]
+    both = '[[sites.each]]\ncluster = "h100:16"\n[[sites.each]]\ncluster = "a100:16"\n'
+    run.write_text(run.read_text().partition("[sites]")[0] + "[sites]\ncount = 2\n" + both)
+    assert "a100:16, h100:16" in _mistakes(str(run), "--set", "step_seconds=3")["sites.each"]
+
+
 def _prepared_of(run: Path, *settings: str) -> PreparedSimulation:
     return prepare(SimulationRequest(cluster="h100:64", run=run, overrides=settings))
 
