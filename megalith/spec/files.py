@@ -12,6 +12,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeGuard
@@ -145,7 +146,20 @@ def _lay_all(layers: Sequence[Layer], *, path: Path | None, saved: bool = False)
     found = examine(tree, RunSpec, source=source, preset_failed=bool(failed))
     spec = _placed(found.spec)
     origins = {name: sources.get(name, "default") for name in (dotted(leaf.path) for leaf in leaves(spec))}
-    return Reading(ResolvedRun(spec, origins, path), [*failed, *old, *found.problems])
+    return Reading(ResolvedRun(spec, origins, path), [*failed, *old, *found.problems, *_replaced(found.spec, sources)])
+
+
+def _replaced(spec: RunSpec, sources: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield values of the command line that no site would use, because each site's table has its own."""
+    each = spec.sites.each if spec.sites is not None else ()
+    own = [table for table in ("plan", "cluster") if each and all(getattr(one, table) is not None for one in each)]
+    tables = {name.rpartition(".")[0] for name in sources}
+    for name, source in sources.items():
+        if source == "command line" and name not in tables and (table := name.partition(".")[0]) in own:
+            reason = f"changes no site: each table of sites.each has a {table} of its own"
+            way_out = f"Set sites.each as a whole, or change the {table} of each site in the run file."
+            value = reduce(lambda found, part: getattr(found, part, None), name.split("."), spec)
+            yield Problem("error", name, value, reason, way_out, source)
 
 
 def _placed(spec: RunSpec) -> RunSpec:

@@ -129,3 +129,6 @@ def test_a_run_file_gives_each_site_its_plan(tmp_path: Path) -> None:
         saved.write_text(files.dump(run))
         for site, other in enumerate(runs):
             assert files.load(saved, overrides=[f"sites.site={site}"]).spec == other.spec
+    assert files.load(file, overrides=["plan.tensor=1", "sites.site=1"]).spec.plan.ranks == 1
+    (problem,) = files.read(saved, overrides=["plan.tensor=1"], saved=True).problems
+    assert (problem.key, problem.value) == ("plan.tensor", 1) and "each table of sites.each has a plan" in problem.reason
