@@ -188,7 +188,7 @@ def step_time(workload: Workload, setting: Setting, traced: Parts, spent: PartTi
     some = {0, slowest, len(ranks) - 1}
     data = max(_data_seconds(workload, setting, traced, ranks[rank], stages[rank]) for rank in some)
     data += max(_retained_seconds(workload, setting, traced, ranks[rank], stages[rank]) for rank in some)
-    optimizer = max(_optimizer_seconds(workload, setting, traced, ranks[rank]) for rank in some)
+    optimizer = max(_optimizer_seconds(workload, setting, traced, ranks[rank], stages[rank]) for rank in some)
     subtotal = busy.total + bubble + messages + data + optimizer
     straggling = subtotal * overheads.straggle * log2(max(1, workload.cluster.nodes))
     other = overheads.step + straggling
@@ -321,8 +321,9 @@ def _beside(moving: float, computing: float, setting: Setting) -> float:
     return never + max(0.0, moving - never - computing) + overheads.contention * hidden
 
 
-def _optimizer_seconds(workload: Workload, setting: Setting, traced: Parts, here: RankParts) -> float:
-    """Return the seconds of the update: of the state on the device, then of the state on the host."""
+def _optimizer_seconds(workload: Workload, setting: Setting, traced: Parts, here: RankParts, stage: StageTime) -> float:
+    """Return the exposed seconds of the update: of the state on the device, then of the state on the host. If gradients are released, the
+    backward hides the update of all parts but the last."""
     if workload.frozen:
         return 0.0
     own = updated(workload, numbers(workload, traced, here))
@@ -330,7 +331,11 @@ def _optimizer_seconds(workload: Workload, setting: Setting, traced: Parts, here
     moved = OPTIMIZERS[workload.optimizer].moved_with(workload.moments)
     each = setting.overheads.optimizer * moved / OPTIMIZERS["adamw"].moved  # measured with AdamW
     whole = update.seconds(workload, setting, here)
-    return each * (own - away) / setting.bandwidth + host.seconds(workload, away) + whole
+    offloaded = host.seconds(workload, away)
+    if workload.plan.state.release:
+        parts = here.embedding + here.head + sum(times for _, times in here.blocks)
+        offloaded -= min(offloaded * (1 - 1 / parts), stage.backward.total * workload.microbatches)
+    return each * (own - away) / setting.bandwidth + offloaded + whole
 
 
 def model_flops(workload: Workload, traced: Parts) -> float:

@@ -137,7 +137,9 @@ class _Timeline:
         tied = released.waiting(workload, traced.embedding.weights, first=ends[0], last=ends[1])
         self.waits = tied if plan.state.release else 0.0
         """Bytes of a tied embedding's gradient that waits for the gradient at the pipeline's other end, if other gradients are released."""
-        self.arrived, self.joined = deque[float](maxlen=released.SHARES), 0.0
+        sent = any(_times(part.weights, self.joins) for each in stages.values() for part in each)
+        self.arrived = deque[float](maxlen=released.SHARES * sent + released.UPDATED * plan.state.release)
+        self.joined = 0.0
         """Bytes of reduced shares that are not yet added up, and of the last part's gradients in the buffer of a reduction."""
 
     def _stage(self, parts: tuple[Part, ...], segments: tuple[tuple[int, ...], ...]) -> _Stage:
@@ -222,13 +224,15 @@ class _Timeline:
         part = stage.parts[number]
         joined, mine = _times(part.weights, self.joins), _times(part.weights, self.shares)
         first, release = not stage.shares[number], self.workload.plan.state.release
-        if release:
-            self.arrived.append(mine if joined else 0.0)
+        if release and joined:
+            self.arrived.append(mine)
         elif joined:
             self.arrived.append(0.0 if first else mine)
             stage.shares[number] = mine
         held = self.moment()
         held = held._replace(buffers=held.buffers + joined)
+        if release and not joined:
+            self.arrived.append(mine)  # while its update runs
         stage.sums[number], stage.shares[number], self.joined = 0.0, 0.0 if release else mine, joined
         return held
 

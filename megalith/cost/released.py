@@ -1,5 +1,5 @@
-"""Bytes of gradients that are released inside the backward (`plan.state.release`): the gradients of one part, and gradients in message
-buffers. No torch."""
+"""Bytes of gradients that are released inside the backward (`plan.state.release`): the gradients of a few parts, and gradients in
+message buffers. No torch."""
 
 from megalith.cost.workload import Workload
 from megalith.spec.numbers import PRECISIONS
@@ -7,7 +7,10 @@ from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.state import MASTER
 
 SHARES = 3
-"""Number of parts whose reduced shares are in memory at once: the part under reduction, and the two parts before it."""
+"""Number of parts whose reduced shares are in memory at once if gradients are not released: the part under reduction, and the two parts
+before it."""
+UPDATED = 1
+"""Number of further parts whose gradients are in memory while gradients are released: the part whose update runs."""
 TOGETHER = 2
 """Number of buffers that exist at once, each with a part's gradients joined for a reduction."""
 
@@ -21,9 +24,9 @@ def can_be(workload: Workload) -> bool:
 
 
 def held(workload: Workload, largest: float) -> float:
-    """Return the bytes of gradients while the largest part, of `largest` numbers, is reduced and updated."""
+    """Return the bytes of gradients while the largest part, of `largest` numbers, is reduced, and another part is updated."""
     part = workload.gradient_bytes * largest
-    return part * (1 + SHARES / workload.shards[0]) if workload.plan.dp_size > 1 else part
+    return part * (1 + (SHARES + UPDATED) / workload.shards[0]) if workload.plan.dp_size > 1 else part * (1 + UPDATED)
 
 
 def in_transit(workload: Workload, largest: float) -> float:

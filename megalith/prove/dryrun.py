@@ -111,7 +111,7 @@ def count(spec: RunSpec, microbatches: Sequence[Samples], *, fake_tensors: bool)
         memory_timeline=meter.memory_timeline(),
         traffic=traffic,
         work=work,
-        actions=[name for name, _, _ in done.spans if name not in ("WAIT", "UPDATE")],
+        actions=[name for name, _, _ in done.spans if name not in ("WAIT", "UPDATE", "UPDATE_WAIT")],
     )
 
 

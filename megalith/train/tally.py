@@ -159,11 +159,11 @@ def _breakdown(trainer: Trainer, executed: RowResult, parts: list[Mark]) -> dict
     seconds = dict.fromkeys((*(name for name, _, _ in parts), "forward", "backward", "bubble"), 0.0)
     for name, start, end in parts:
         seconds[name] += clock.seconds(start, end)
-    for name, start, end in executed.marks:
+    for name, start, end in (mark for mark in executed.marks if mark[0] != "UPDATE"):  # an update runs while actions compute
         seconds[_went_to(name)] += clock.seconds(start, end)
-        if name == "UPDATE":  # inside an action, it is no part of the action's own time
+        if name == "UPDATE_WAIT":  # inside an action, it is no part of the action's own time
             for other, begin, finish in executed.marks:
-                if other != name and clock.seconds(begin, start) >= 0 and clock.seconds(end, finish) >= 0:
+                if other not in (name, "UPDATE") and clock.seconds(begin, start) >= 0 and clock.seconds(end, finish) >= 0:
                     seconds[_went_to(other)] -= clock.seconds(start, end)
                     break
     return seconds
@@ -175,7 +175,7 @@ def _went_to(name: str) -> str:
 
 _WENT_TO = {"F": "forward", "B": "backward", "I": "backward", "W": "backward", "WAIT": "bubble", "CHECK": "bubble"}
 _WENT_TO |= {"LOST": "bubble", "UNDO": "optimizer"}  # of a row that was begun with an update that had to be undone
-_WENT_TO |= {"UPDATE": "optimizer"}
+_WENT_TO |= {"UPDATE_WAIT": "optimizer"}
 
 
 def _spans(trainer: Trainer, accumulated: StepGradients) -> list[tuple[str, float, float]]:

@@ -1,5 +1,5 @@
-"""Updates inside the backward: each part is updated as soon as its gradients are reduced, and then these gradients are freed, so that a
-step never holds all gradients.
+"""Updates inside the backward: each part is updated as soon as its gradients are reduced, while the backward of the part before it
+computes. Then these gradients are freed, so that a step never holds all gradients.
 
 The global norm, which decides whether gradients are clipped, is known only after the last backward. Most steps do not clip, so a first pass
 (forwards and backwards of the step) updates without clipping, and writes the new state to the unused slots on disk. If the gradients must
@@ -8,18 +8,22 @@ is now known. The result is bitwise equal to that of an update after the backwar
 norm, so that no update is written in vain.
 """
 
+import weakref
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from megalith.events import ReleasePaused
 from megalith.parallel import gradients
 from megalith.parallel.clock import Clock
-from megalith.parallel.data import Bucket, Weight
+from megalith.parallel.data import Bucket, Weight, local
 from megalith.parallel.gradients import Norms, SharedParameters
 from megalith.train.optimizers.rule import Optimizer
 from megalith.train.state import State
@@ -65,6 +69,28 @@ class UpdateRequest:
     lr: float
 
 
+class _Behind:
+    """Runs one function at a time in a thread, while the caller computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._ended: Callable[[], None] | None = None
+        begin = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="update", initializer=begin)
+        weakref.finalize(self, self._thread.shutdown)
+
+    def start(self, function: Callable[[], None], *, counted: bool) -> None:
+        """Start a function after the last one has ended. `counted`: True if only what this thread allocates is counted, as in a dry run;
+        then the function runs in this thread when `wait` is called. Raises what the last function raised."""
+        self.wait()
+        self._ended = function if counted else self._thread.submit(function).result
+
+    def wait(self) -> None:
+        """Wait until the last function has ended. Raises what it raised."""
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            ended()
+
+
 class Release:
     """Makes a rank's updates inside the backward. All of the optimizer's state must be on disk, and the update rules must be
     elementwise."""
@@ -96,6 +122,8 @@ class Release:
         """For each parameter, the number of non-finite elements in the last pass's gradient."""
         self.marks: list[tuple[str, object, object]] = []
         """Start and end times of the last pass's updates."""
+        share = local(next(iter(parameters.values())))
+        self._dry, self._behind = isinstance(share, FakeTensor), _Behind(share.device)
         self.asked: UpdateRequest | None = None
         """The request of the last pass; None if the pass was undone, or if its update was counted."""
 
@@ -113,27 +141,52 @@ class Release:
             bucket.done = reduced
         try:
             yield
+        except BaseException:
+            with suppress(Exception):  # the backward's own error is the cause
+                self._behind.wait()
+            raise
         finally:
             for bucket in self._buckets:
                 bucket.done = None
         self._take(self._late, asked, 1.0)
+        self._wait()
         self.asked = asked
 
     @torch.no_grad()
     def _take(self, names: Sequence[str], asked: UpdateRequest, loss_scale: float) -> None:
-        start = self.clock.mark()
+        """Measure gradients. Then start to update their parameters, once the update that runs has ended; the gradients are freed at the
+        update's end. So a rank holds the gradients of two parts at most."""
         there = {name: grad for name in names if (grad := self.parameters[name].grad) is not None}
         if not there:
             return
         gradients.scale(there.values(), 1 / loss_scale)
         self.norms |= zip(there, gradients.norms_of(there.values()), strict=True)
         self.odd |= {name: gradients.odd_elements(grad) for name, grad in there.items()}
-        if asked.factor is not None:
-            gradients.scale(there.values(), asked.factor)
-            self.rule.update([self.state.part(name) for name in there], number=asked.number, lr=asked.lr)
-        for name in there:
-            self.parameters[name].grad = None
+        self._wait()
+        if asked.factor is None:
+            self._free(there)
+        else:
+            counted = self._dry or torch._C._len_torch_dispatch_stack() > 0
+            self._behind.start(partial(self._update, [*there], asked, asked.factor), counted=counted)
+
+    def _wait(self) -> None:
+        start = self.clock.mark()
+        self._behind.wait()
+        self.marks.append(("UPDATE_WAIT", start, self.clock.mark()))
+
+    @torch.no_grad()
+    def _update(self, names: Sequence[str], asked: UpdateRequest, factor: float) -> None:
+        start = self.clock.mark()
+        parts = [self.state.part(name) for name in names]
+        gradients.scale([part.gradient for part in parts], factor)
+        self.rule.update(parts, number=asked.number, lr=asked.lr)
+        del parts
+        self._free(names)
         self.marks.append(("UPDATE", start, self.clock.mark()))
+
+    def _free(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.parameters[name].grad = None
 
     def take_back(self) -> None:
         """Undo the last pass: discard its update, if the pass made one."""

@@ -1,8 +1,11 @@
 """Gradients released inside the backward give the bits of a run that holds them all, whether a step is clipped, skipped or repeated, with
 less memory."""
 
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,12 +21,13 @@ from megalith.prove.meter import CATEGORIES
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer
 from megalith.train.loop import stepper_of
-from megalith.train.offload.release import MAXIMUM, WINDOW, Pace
+from megalith.train.offload.release import MAXIMUM, WINDOW, Pace, Release
 from megalith.train.offload.slots import Slots
 from megalith.train.step import train_step
 from megalith.train.tally import StepResult
 from tests.full import FULL, sampled
 from tests.parallel.running import microbatches, trainer_of
+from tests.patience import PATIENCE
 from tests.prove.dry import dry
 from tests.ranks import run_ranks
 from tests.runs import assert_same_bits, final_state, prepare_text, train
@@ -244,3 +248,46 @@ def _counted(rank: int, spec: RunSpec) -> list[Any]:
 def test_a_real_step_holds_what_a_dry_one_counts() -> None:
     real, fake = run_ranks(_counted, 1, _placed(_run({"recompute": "full"}), RELEASED))[0]
     assert real == fake
+
+
+def _behind(rank: int, spec: RunSpec) -> Trained:
+    """Each update ends only after the gradients of the part before it are reduced."""
+    reduced, take, update = threading.Semaphore(0), Release._take, Release._update
+
+    def counted(self: Release, names: Sequence[str], *given: Any) -> None:
+        reduced.release()
+        take(self, names, *given)
+
+    def held_up(self: Release, *given: Any) -> None:
+        if not started:
+            assert reduced.acquire(timeout=PATIENCE)  # of the part itself
+        started.append(True)
+        assert reduced.acquire(timeout=PATIENCE), "the backward waited for the update"
+        update(self, *given)
+
+    started = list[bool]()
+    with mock.patch.multiple(Release, _take=counted, _update=held_up):
+        trainer = trainer_of(spec)
+        return [train_step(trainer, microbatches(trainer), step=0)], _held(trainer)
+
+
+@pytest.mark.slow
+def test_a_part_is_updated_while_the_backward_before_it_computes() -> None:
+    spec = _placed(_run({}), RELEASED, clip=0.0)
+    (found,), (plain,) = (run_ranks(function, 1, spec) for function in (_behind, _one_step))
+    _assert_same([found, plain])
+    (told,) = found[0]
+    spans = {
+        name: [(start, end) for other, start, end in told.spans if other == name] for name in ("UPDATE", "UPDATE_WAIT", "0B0")
+    }
+    ((begun, ended),) = spans["0B0"]
+    inside = [begun < start < end < ended for start, end in spans["UPDATE"]]
+    assert len(inside) == 5 and all(inside[:3]), "three blocks, embedding and head"
+    waited = sum(end - start for start, end in spans["UPDATE_WAIT"])
+    assert told.breakdown["optimizer"] >= waited > 0
+    assert sum(told.breakdown.values()) <= told.seconds * 1.01
+
+
+def _one_step(rank: int, spec: RunSpec) -> Trained:
+    trainer = trainer_of(spec)
+    return [train_step(trainer, microbatches(trainer), step=0)], _held(trainer)
