@@ -12,6 +12,7 @@ from megalith.spec.model import BlockSpec, ModelSpec, MoeSpec
 from megalith.spec.numbers import FAST, PRECISIONS, RECIPE, in_codes, is_narrow, packs, settled, stays_wide, tile_of, whole_tiles
 from megalith.spec.phases import Phases
 from megalith.spec.sizes import Parameter, layer_of, multiplied, own_tensors
+from megalith.spec.toml import literal
 
 
 def tiles_lie_inside_shards(case: Case) -> Found:
@@ -362,7 +363,9 @@ def codes_can_be_multiplied(case: Case) -> Found:
         return
     device = case.cluster.accelerator if case.cluster is not None else None
     if not in_codes(choices, precision, device.compute_capability if device is not None else None):
-        products = f'matrix products in 8 bits for train.precision = "{precision}" with the chosen scales'
+        asked = choices.model_dump(include={"granularity", "tile", "rounding", "hadamard"}, exclude_defaults=True)
+        scales = ", ".join(f"precision.{key} = {literal(value)}" for key, value in asked.items())
+        products = f'matrix products in 8 bits for train.precision = "{precision}" with {scales or "scales of tiles"}'
         reason = (
             f"is not possible: {device.name} has no {products}"
             if device is not None
@@ -374,13 +377,13 @@ def codes_can_be_multiplied(case: Case) -> Found:
             'newer GPUs need granularity = "row" or "tensor", GPUs of compute capability 8.9 need "tensor".'
         )
         yield error("precision.multiply", "codes", reason, way_out)
-    elif choices.kept != "wide":
+    if choices.kept != "wide":
         reason = (
             'does not work with precision.multiply = "codes": the kept inputs are a by-product of rounding in '
             "bf16, which this setting skips"
         )
         yield error("precision.kept", choices.kept, reason, 'Use kept = "wide", or multiply = "wide".')
-    elif case.plan.compile and _follows_others(case):
+    if case.plan.compile and _follows_others(case):
         reason = (
             'does not work with precision.multiply = "codes" if scales depend on numbers of other ranks or steps, which a '
             "compiler cannot see"

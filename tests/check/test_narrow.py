@@ -273,3 +273,18 @@ def test_codes_are_multiplied_where_a_device_has_products_for_them(
     assert {problem.key for problem in problems} == ({key} if key else set())
     assert all((cluster == "local") == problem.way_out.startswith("Set cluster to") for problem in problems)
     assert "train.precision" not in advice(*asked)  # it is no rehearsal
+
+
+@pytest.mark.parametrize(
+    ("settings", "keys"),
+    [
+        (("precision.tile=64", "precision.rounding=stochastic"), ("precision.multiply", "precision.kept")),
+        (("precision.granularity=tensor", "precision.history=4"), ("precision.kept", "plan.compile")),
+    ],
+    ids=str,
+)
+def test_codes_are_refused_for_all_reasons_at_once(settings: tuple[str, ...], keys: tuple[str, ...]) -> None:
+    asked = (*FP8, "cluster=h100:1", "precision.multiply=codes", "precision.kept=fp8", "plan.compile=true", *settings)
+    assert tuple(problem.key for problem in errors(*asked)) == keys
+    if "precision.multiply" in keys:
+        assert 'with precision.rounding = "stochastic", precision.tile = 64.' in reasons(*asked)["precision.multiply"]
