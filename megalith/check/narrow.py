@@ -322,11 +322,6 @@ def something_is_narrow(case: Case) -> Found:
     if choices.tile and choices.granularity != "tile":
         reason = f'changes nothing with precision.granularity = "{choices.granularity}"'
         yield advice("precision.tile", choices.tile, reason, "Remove precision.tile or precision.granularity.")
-    if case.model is not None and choices.wide_first + choices.wide_last >= len(case.model.blocks):
-        blocks = len(case.model.blocks)
-        reason = f"together with wide_last = {choices.wide_last} leaves none of the {blocks} blocks in {precision}"
-        most = f"Use wide_first + wide_last < {blocks}"
-        yield error("precision.wide_first", choices.wide_first, reason, f'{most}, or train.precision = "bf16".')
 
 
 def _idle(case: Case) -> Iterator[str]:

@@ -39,8 +39,7 @@ def _own_inputs(block: BlockSpec, case: Case) -> Collection[str]:
 
 
 def inputs_can_be_packed(case: Case) -> Found:
-    """Inputs are kept in 8 bits only if the trainer, not compiled code, decides which tensors are kept, and at least one block keeps
-    them."""
+    """Inputs are kept in 8 bits only if the trainer, not compiled code, decides which tensors are kept."""
     choices, plan, key = case.spec.precision, case.plan, "precision.kept"
     if not packs(choices, case.spec.train.precision):
         return
@@ -57,8 +56,3 @@ def inputs_can_be_packed(case: Case) -> Found:
     for other in (name for name in choices.model_dump(exclude_defaults=True) if name not in CHOICES):
         reason = 'changes nothing with train.precision = "bf16", which has no narrow products'
         yield advice(f"precision.{other}", getattr(choices, other), reason, "Leave it out.")
-    if case.model is not None and choices.wide_first + choices.wide_last >= len(case.model.blocks):
-        blocks = len(case.model.blocks)
-        reason = f"together with wide_last = {choices.wide_last} leaves none of the {blocks} blocks to keep inputs in fp8"
-        way_out = f'Use wide_first + wide_last < {blocks}, or precision.kept = "wide".'
-        yield error("precision.wide_first", choices.wide_first, reason, way_out)
