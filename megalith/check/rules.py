@@ -162,6 +162,7 @@ def each_site_can_train(case: Case) -> Found:
     if table is None or len(table.plans) != table.count:
         return
     run = during(case.spec, Phases.of(case.spec).all[0])
+    whole = not any(mesh.batch_divides(replace(case, spec=run)))
     for number, (plan, one) in enumerate(zip(table.plans, table.each, strict=True)):
         cluster = one.cluster or case.spec.cluster
         if plan == case.plan and cluster == case.spec.cluster:
@@ -169,7 +170,9 @@ def each_site_can_train(case: Case) -> Found:
         fleet = run.fleet.model_copy(update={"nodes": 1})  # another site has other machines
         here = within(run.model_copy(update={"sites": table.model_copy(update={"site": number})}))
         changes = {"cluster": cluster, "plan": plan, "fleet": fleet, "train": here.train, "sites": None}
-        yield from _under(run, changes, f"sites.each.{number}.plan", remedies=case.remedies)
+        for problem in _under(run, changes, f"sites.each.{number}.plan", remedies=case.remedies):
+            if problem.key != "train.global_batch" or whole:  # a site's batch is not in the file, so no other batch of it helps
+                yield problem
         if case.model is not None:
             yield from other_sets(case.spec, plan, f"sites.each.{number}.plan")
         beside = replace(case, spec=case.spec.model_copy(update={"plan": plan}))
@@ -184,8 +187,13 @@ def _under(run: RunSpec, changes: Mapping[str, Any], name: str, *, remedies: boo
     for problem in check(run.model_copy(update=changes), files=False, remedies=remedies):
         if problem.severity == "error" and problem.key.partition(".")[0] == "plan":
             yield replace(problem, key=f"{name}{problem.key.removeprefix('plan')}")
-        elif problem.severity == "error" and problem.key in SET_BY_PHASES and problem.reason not in _reasons(run):
+        elif problem.severity == "error" and _depends_on_plans(problem.key) and problem.reason not in _reasons(run):
             yield replace(problem, reason=f"{problem.reason} in {name}")
+
+
+def _depends_on_plans(key: str) -> bool:
+    """Return True if another plan may make the value of this key, which is not in a plan's table, an error."""
+    return key in SET_BY_PHASES or key.startswith("precision.")
 
 
 def _reasons(run: RunSpec) -> set[str]:

@@ -83,3 +83,32 @@ def test_a_plan_without_errors_can_be_carried_out(plan: Plan):
     assert run.microbatches * plan.data * plan.microbatch == run.train.global_batch
     assert len(plan.bounds(run.model.layers)) == plan.stages
     assert build(plan.schedule, ranks=plan.pipeline, microbatches=run.microbatches, chunks=plan.chunks).stages == plan.stages
+
+
+FP8 = ("train.precision=fp8", "precision.tile=16", "plan.data=4")
+PIECES = "plan={data=2,tensor=2,overlap_tensor=2,sequence=false}"
+
+
+@pytest.mark.parametrize(
+    ("others", "name"),
+    [
+        (("fleet.nodes=2", "fleet.fallback={tensor=2,overlap_tensor=2,sequence=false}"), "fleet.fallback"),
+        (("sites.count=2", f"sites.each=[{{share=1}},{{share=1,{PIECES}}}]"), "sites.each.1.plan"),
+    ],
+    ids=["fallback", "site"],
+)
+def test_precision_that_another_plan_cannot_have_is_named(others: tuple[str, ...], name: str) -> None:
+    asked = (*FP8, "precision.kept=fp8", *others)
+    (problem,) = (each for each in found(*asked) if each.severity == "error")
+    assert problem.key == "precision.kept" and problem.reason.endswith(f"are kept wide in {name}")
+    assert not [each for each in found(*asked[:-1]) if each.severity == "error"]
+    assert not [each for each in found(*FP8, *others) if each.severity == "error"]
+    wrong = (*FP8, "precision.kept=fp8", "precision.scale=fp32", *others)  # under either plan
+    assert len([each for each in found(*wrong) if "rounded inputs are not bf16 numbers" in each.reason]) == 1
+
+
+def test_the_batch_of_a_site_is_not_named_beside_the_whole_batch() -> None:
+    asked = ("train.global_batch=16", "sites.count=2", "sites.each=[{share=2},{share=1,plan={data=2}}]")
+    (problem,) = (each for each in found(*asked) if each.severity == "error")
+    assert (problem.key, problem.value) == ("train.global_batch", 16) and problem.way_out == "Use 12 or 18."
+    assert not [each for each in found(*asked, "train.global_batch=18") if each.severity == "error"]
