@@ -310,9 +310,8 @@ def something_is_narrow(case: Case) -> Found:
             reason = f'changes nothing with train.precision = "{precision}", which has no narrow products'
             yield advice(f"precision.{key}", getattr(choices, key), reason, f"Remove this key, or use train.precision = {able}.")
         return
-    for key in _idle(case):
-        reason = f'changes nothing with train.precision = "{precision}"'
-        yield advice(f"precision.{key}", getattr(choices, key), reason, "Leave it out.")
+    for key, cause in _idle(case):
+        yield advice(f"precision.{key}", getattr(choices, key), f"changes nothing with {cause}", "Leave it out.")
     branch = case.spec.branch
     if choices.wide_decay and case.spec.optimizer.schedule not in DECAYING and not (branch and branch.decay):
         reason = f'changes nothing with optimizer.schedule = "{case.spec.optimizer.schedule}", which has no decay phase'
@@ -324,13 +323,21 @@ def something_is_narrow(case: Case) -> Found:
         yield advice("precision.tile", choices.tile, reason, "Remove precision.tile or precision.granularity.")
 
 
-def _idle(case: Case) -> Iterator[str]:
-    """Yield the keys that have no effect in the format of the run."""
-    factors, asked = PRECISIONS[case.spec.train.precision].factors, case.spec.precision.model_dump(exclude_defaults=True)
+def _idle(case: Case) -> Iterator[tuple[str, str]]:
+    """Yield the keys that have no effect in a narrow format, each with the other setting that is the cause."""
+    precision, choices = case.spec.train.precision, case.spec.precision
+    factors, asked = PRECISIONS[precision].factors, choices.model_dump(exclude_defaults=True)
     if factors.bits == 4 and "gradients" in asked:
-        yield "gradients"
+        yield "gradients", f'train.precision = "{precision}"'
     if factors.name == "nvfp4" and "scale" in asked:
-        yield "scale"
+        yield "scale", f'train.precision = "{precision}"'
+    if choices.weight_gradient == "wide":
+        if "hadamard" in asked:
+            yield "hadamard", 'precision.weight_gradient = "wide": only factors of weight gradients are transformed'
+        if choices.input_gradient == "wide":
+            idle = ["rounding", *["gradients"] * (factors.bits == 8 and choices.combine_gradients == "wide")]
+            for key in (each for each in idle if each in asked):
+                yield key, 'precision.input_gradient = "wide" and weight_gradient = "wide": no product rounds a gradient'
 
 
 def narrow_is_emulated(case: Case) -> Found:
