@@ -116,11 +116,11 @@ def histories_follow_tensors(case: Case) -> Found:
     if not choices.history or not is_narrow(precision):
         return
     if choices.granularity != "tensor":
-        reason = (
-            f'does not work with precision.granularity = "{choices.granularity}": only scales of whole tensors can be computed '
-            "from earlier steps"
-        )
-        yield error("precision.history", choices.history, reason, 'Use granularity = "tensor", or history = 0.')
+        free = PRECISIONS[precision].products in RECIPE.values()  # the format does not fix which numbers share a scale
+        setting = f'precision.granularity = "{choices.granularity}"' if free else f'train.precision = "{precision}"'
+        reason = f"does not work with {setting}: only scales of whole tensors can be computed from earlier steps"
+        tensor = 'granularity = "tensor"' if free else 'train.precision = "fp8" with granularity = "tensor"'
+        yield error("precision.history", choices.history, reason, f"Use {tensor}, or history = 0.")
     if case.spec.sites is not None:
         reason = "does not work with sites: each site would have scales of its own"
         yield error("precision.history", choices.history, reason, "Use history = 0.")

@@ -126,6 +126,15 @@ def test_what_a_format_a_draw_or_a_rotation_leaves_no_room_for_is_refused(settin
     assert {problem.key for problem in errors(*FP8, *settings)} == {key}
 
 
+@pytest.mark.parametrize("precision", ["fp8", "mxfp8", "nvfp4", "mxfp4"])
+def test_the_way_out_of_a_history_is_one(precision: str) -> None:
+    asked = (f"train.precision={precision}", *FP8[1:], "precision.history=16")
+    way_out = 'Use granularity = "tensor"' if precision == "fp8" else 'Use train.precision = "fp8" with granularity = "tensor"'
+    assert f"{way_out}, or history = 0." in reasons(*asked)["precision.history"]
+    assert not errors(*asked, "train.precision=fp8", "precision.granularity=tensor")
+    assert not errors(*asked, "precision.history=0")
+
+
 @pytest.mark.parametrize(
     ("change", "late"),
     [
