@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from math import gcd
 from typing import NamedTuple
 
-from megalith.check.case import Case, Found, error
+from megalith.check.case import Case, Found, error, next_multiple
 from megalith.spec.model import AttentionSpec, BlockSpec, LatentAttentionSpec, MlpSpec, MoeSpec
 from megalith.spec.sizes import own_tensors
 from megalith.spec.toml import literal
@@ -96,5 +96,13 @@ def tiles_across_ranks(
         )
         # heads and other sizes that `ranks` divides are divided by its divisors too
         fits = max((n for n in range(2, ranks) if ranks % n == 0 and cut.channels % (n * tile) == 0), default=1)
-        tiles = f"precision.tile = {common}" if common > 1 else "other sizes"
+        tiles = f"precision.tile = {common}" if common > 1 else _larger(case, cut, layer, tile)
         yield error(f"plan.{cut.axis}", ranks, reason, f"Use {cut.axis} = {fits}, {tiles}, or {other_way(case, layers)}.")
+
+
+def _larger(case: Case, cut: Cut, layer: str, tile: int) -> str:
+    """Return the next size with which each rank has whole tiles of a cut's channels, as a setting of the model if it has one."""
+    size = next_multiple(cut.share, tile) * (cut.channels // cut.share)
+    keys = ("expert_ffn", "ffn") if layer == "mlp.experts" else ("shared_ffn",) if layer.startswith("mlp.shared.") else ("ffn",)
+    named = (key for key in keys if layer.startswith("mlp.") and getattr(case.spec.model, key, None) == cut.channels)
+    return next((f"model.{key} = {size}" for key in named), f"{size} channels instead of {cut.channels}")

@@ -267,9 +267,8 @@ def _cut_by_shards(case: Case, model: ModelSpec) -> Found:
             fewer = next((n for n in range(shards - 1, 1, -1) if length % (n * tile) == 0), 0)
             smaller = gcd(-(-length // shards), tile)
             ways = [f"{fewer} shards (plan.replicate)"] * (fewer > 0) + [f"precision.tile = {smaller}"] * (smaller > 1)
-            yield advice(
-                "precision.gather", "fp8", reason, f"Use {' or '.join(ways) or 'other sizes'} to gather the layer in 8 bits."
-            )
+            larger = f"{next_multiple(length, shards * tile)} rows instead of {length}"
+            yield advice("precision.gather", "fp8", reason, f"Use {' or '.join(ways) or larger} to gather the layer in 8 bits.")
 
 
 def _held(layer: str, rows: int, block: BlockSpec, case: Case) -> int:

@@ -55,6 +55,26 @@ def test_each_way_out_of_uneven_tiles_is_one(wide: tuple[str, ...]) -> None:
         assert not errors(*asked, way_out)
 
 
+MIXTURE = ("model.preset=deepseek-tiny", "train.seq_len=128")
+
+
+@pytest.mark.parametrize(
+    ("settings", "cut", "size"),
+    [
+        (("plan.tensor=2", "model.ffn=202"), "plan.tensor", "model.ffn = 256"),
+        ((*MIXTURE, "plan.data=2", "plan.expert_tensor=2", "model.expert_ffn=38"), "plan.expert_tensor", "model.expert_ffn = 256"),
+        (("plan.tensor=16", "precision.tile=9", "train.seq_len=4095", "model.ffn=8208"), "plan.tensor",
+         "576 channels instead of 512"),  # eight heads of keys, each on two ranks
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_next_size_of_whole_tiles_is_named(settings: tuple[str, ...], cut: str, size: str) -> None:
+    said = [problem.way_out for problem in errors(*FP8, *settings) if problem.key == cut]
+    assert any(f"= 1, {size}, or " in way_out for way_out in said), said
+    if size.startswith("model."):
+        assert not errors(*FP8, *settings, size.replace(" ", ""))
+
+
 def test_experts_are_cut_by_their_own_axis() -> None:
     experts = ("train.precision=fp8", "model.preset=deepseek-tiny", "train.seq_len=128", "plan.data=2", "plan.expert_tensor=2")
     assert "channels of blocks.1.mlp.experts" in reasons(*experts)["plan.expert_tensor"]
@@ -258,6 +278,8 @@ def test_shards_that_would_cut_a_tile_are_named() -> None:
     assert "Use 4 shards (plan.replicate) or precision.tile = 64 to gather the layer in 8 bits" in problems[0].way_out
     for other in ("plan.replicate=2", "precision.tile=64", 'precision.wide=["*.attention.k", "*.attention.v"]'):
         assert "precision.gather" not in advice(*asked, other)
+    odd = next(problem for problem in found(*asked, "model.ffn=8008") if "of the 8008 rows" in problem.reason)
+    assert odd.way_out == "Use 8192 rows instead of 8008 to gather the layer in 8 bits."
     halves = {problem.key for problem in found(*asked, "plan.tensor=2", "plan.replicate=2")}
     assert "precision.gather" in halves, "a tensor rank's 256 rows on each of 4 shards"
 
