@@ -191,19 +191,32 @@ _GROUPS: dict[str, tuple[str, str]] = {
 MEANINGS: dict[str, Meaning] = {name: Meaning(*found) for names, found in _GROUPS.items() for name in names.split()}
 """Each foreign name -> its meaning in Megalith."""
 
-MEANINGS_IN_MODEL: dict[str, Meaning] = {
-    name: Meaning("model.context", "the longest sequence that the model takes, in tokens.")
-    for name in ("max_seq_len", "max_seq_length", "seq_len", "sequence_length", "block_size", "context_length")
+NEVER_NARROW = "never computed in a narrow format. precision.wide names layers of blocks that stay in bf16 too."
+
+MEANINGS_IN: dict[str, dict[str, Meaning]] = {
+    "model": {
+        name: Meaning("model.context", "the longest sequence that the model takes, in tokens.")
+        for name in ("max_seq_len", "max_seq_length", "seq_len", "sequence_length", "block_size", "context_length")
+    },
+    "precision": {
+        **dict.fromkeys(("master", "masters", "master_weights"), Meaning("optimizer.master", "the form of the master weights.")),
+        **dict.fromkeys(("moment", "moments"), Meaning("optimizer.moments", "the number format of the optimizer's moments.")),
+        **dict.fromkeys(("head", "lm_head", "output"), Meaning("", f"The head is {NEVER_NARROW}")),
+        **dict.fromkeys(("embedding", "embeddings"), Meaning("", f"Embeddings are {NEVER_NARROW}")),
+        **dict.fromkeys(("router", "routers"), Meaning("", f"Routers are {NEVER_NARROW}")),
+        **dict.fromkeys(("norm", "norms"), Meaning("", f"Norms are {NEVER_NARROW}")),
+    },
 }
-"""Meanings of the names that differ under [model]."""
+"""Meanings of the names that differ under a table."""
 
 
 def meaning(word: str, *, table: str = "") -> Meaning | None:
     """Return the meaning of a foreign name under the table `table` of a run file; None for an unknown name."""
     name = word.lower().replace("-", "_")
-    return (MEANINGS_IN_MODEL.get(name) if table == "model" else None) or MEANINGS.get(name)
+    return MEANINGS_IN.get(table, {}).get(name) or MEANINGS.get(name)
 
 
 def keys() -> Iterator[str]:
-    """Yield every key of a run file that MEANINGS and MEANINGS_IN_MODEL contain."""
-    yield from (each.key for each in (*MEANINGS.values(), *MEANINGS_IN_MODEL.values()) if each.key)
+    """Yield every key of a run file that MEANINGS and MEANINGS_IN contain."""
+    inside = (each for meanings in MEANINGS_IN.values() for each in meanings.values())
+    yield from (each.key for each in (*MEANINGS.values(), *inside) if each.key)

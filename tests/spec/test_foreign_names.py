@@ -63,6 +63,8 @@ def test_no_name_in_the_table_is_the_key_that_it_stands_for() -> None:
         ("plan.gpus", "plan.data"),
         ("optimizer.warmup_steps", "optimizer.warmup"),
         ("save_steps", "checkpoint.every"),
+        ("precision.master", "optimizer.master"),
+        ("precision.moments", "optimizer.moments"),
     ],
 )
 def test_names_that_everybody_types_are_told_the_key(key: str, means: str, tmp_path: Path) -> None:
@@ -85,6 +87,12 @@ def test_a_key_that_is_like_none_is_told_those_of_its_table(key: str, tmp_path: 
 def test_a_name_without_a_key_says_how_it_is_done() -> None:
     found = meaning("output-dir")
     assert found is not None and found.way_out().startswith("The run folder is an option of the command line, --run-dir")
+
+
+@pytest.mark.parametrize("name", ["head", "embedding", "embeddings", "router", "norms"])
+def test_parts_that_are_never_narrow_have_no_key_of_their_precision(name: str, tmp_path: Path) -> None:
+    assert "never computed in a narrow format" in way_out(f"precision.{name}", tmp_path)
+    assert "never computed" not in way_out(f"plan.{name}", tmp_path)
 
 
 def test_names_of_multi_token_prediction_are_told_the_key_of_the_family_that_has_it(tmp_path: Path) -> None:
