@@ -9,9 +9,9 @@ from megalith.check.cuts import Cut, cuts_of, tiles_across_ranks
 from megalith.mesh import Mesh
 from megalith.spec.lengths import DECAYING
 from megalith.spec.model import BlockSpec, ModelSpec, MoeSpec
-from megalith.spec.numbers import FAST, PRECISIONS, RECIPE, in_codes, is_narrow, packs, settled, stays_wide, tile_of, whole_tiles
+from megalith.spec.numbers import FAST, PRECISIONS, RECIPE, in_codes, is_narrow, packs, settled, tile_of, whole_tiles
 from megalith.spec.phases import Phases
-from megalith.spec.sizes import Parameter, layer_of, multiplied, own_tensors
+from megalith.spec.sizes import Parameter, layer_of, multiplied, own_tensors, stays_wide
 from megalith.spec.toml import literal
 
 
@@ -164,6 +164,9 @@ def dispatch_has_the_experts_numbers(case: Case) -> Found:
             f'does not work with precision.scale = "{choices.scale}": only scale = "up" leaves the results of experts unchanged'
         )
         yield error("precision.dispatch", choices.dispatch, reason, 'Use scale = "up", or dispatch = "wide".')
+    elif choices.forward == "wide":
+        reason = 'does not work with precision.forward = "wide": experts then need unrounded tokens'
+        yield error("precision.dispatch", choices.dispatch, reason, 'Use dispatch = "wide", or forward = "narrow".')
     elif case.model is not None and not _narrow_experts(case):
         reason = "changes nothing: no experts multiply in fp8"
         yield advice("precision.dispatch", choices.dispatch, reason, "Leave it out.")
@@ -233,9 +236,10 @@ def gathers_have_the_products_numbers(case: Case) -> Found:
     if choices.granularity != "tile":
         reason = f'does not work with precision.granularity = "{choices.granularity}": several shards would share a scale'
         yield error("precision.gather", choices.gather, reason, f'Use {wide}, or granularity = "tile".')
-    if choices.input_gradient == "wide":
-        reason = 'does not work with precision.input_gradient = "wide": input gradients then need unrounded weights'
-        yield error("precision.gather", choices.gather, reason, f'Use {wide}, or input_gradient = "narrow".')
+    for key, products in (("forward", "its products"), ("input_gradient", "input gradients")):
+        if getattr(choices, key) == "wide":
+            reason = f'does not work with precision.{key} = "wide": {products} then need unrounded weights'
+            yield error("precision.gather", choices.gather, reason, f'Use {wide}, or {key} = "narrow".')
     mesh = Mesh.of(plan)
     experts = case.model is not None and any(isinstance(block.mlp, MoeSpec) for block in case.model.blocks)
     shards = max(mesh.state[2], mesh.experts[2] if experts else 1)

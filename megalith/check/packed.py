@@ -5,8 +5,8 @@ from collections.abc import Collection, Iterator
 from megalith.check.case import Case, Found, advice, error
 from megalith.check.cuts import Cut, tiles_across_ranks
 from megalith.spec.model import BlockSpec
-from megalith.spec.numbers import is_packed, packed_tile, packs
-from megalith.spec.sizes import own_tensors
+from megalith.spec.numbers import packed_tile, packs
+from megalith.spec.sizes import is_packed, own_tensors
 
 CHOICES = ("kept", "tile", "wide", "wide_first", "wide_last")
 """Keys of `[precision]` that have an effect in bf16."""

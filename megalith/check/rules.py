@@ -268,6 +268,7 @@ RULES: tuple[Rule, ...] = (
     Rule("narrow", narrow.something_is_narrow),
     Rule("wide", wide.patterns_match_layers),
     Rule("wide", wide.a_layer_stays_narrow),
+    Rule("wide", wide.a_product_stays_narrow),
     Rule("narrow", narrow.narrow_is_emulated),
     Rule("narrow", narrow.codes_can_be_multiplied),
     Rule("steps", steps.warmup_and_decay_fit),

@@ -3,9 +3,9 @@
 from fnmatch import fnmatchcase
 
 from megalith.check.case import Case, Found, error
-from megalith.spec.numbers import is_narrow, is_packed, packs, stays_wide
+from megalith.spec.numbers import is_narrow, packs
 from megalith.spec.problem import near
-from megalith.spec.sizes import layer_of, multiplied
+from megalith.spec.sizes import is_packed, layer_of, multiplied, stays_wide
 
 
 def patterns_match_layers(case: Case) -> Found:
@@ -39,6 +39,22 @@ def a_layer_stays_narrow(case: Case) -> Found:
     elif choices.wide and not any(is_packed(name, **how) if kept else not stays_wide(name, **how) for name in layers(case)):
         reason = f"leaves no layer {purpose} in the {count} blocks"
         yield error("precision.wide", list(choices.wide), reason, f"Use patterns that match fewer layers, or {otherwise}.")
+
+
+def a_product_stays_narrow(case: Case) -> Found:
+    """At least one of the three products of a layer (forward, gradient of inputs, gradient of weights) is narrow."""
+    choices, precision, blocks = case.spec.precision, case.spec.train.precision, len(case.model.blocks) if case.model else 0
+    if not is_narrow(precision) or choices.forward == "narrow" or choices.input_gradient == "narrow":
+        return
+    if choices.weight_gradient == "wide":
+        others = 'input_gradient = "wide" and weight_gradient = "wide" leaves'
+    else:
+        narrow = [name for name in layers(case) if not stays_wide(name, blocks=blocks, choices=choices)]
+        if not narrow or not all(name.endswith(".experts") for name in narrow):
+            return
+        others = 'input_gradient = "wide", and with weight gradients of experts, which are wide, leaves'
+    reason = f"together with {others} no product in {precision}"
+    yield error("precision.forward", choices.forward, reason, 'Use forward = "narrow", or train.precision = "bf16".')
 
 
 def layers(case: Case) -> list[str]:

@@ -10,21 +10,10 @@ from megalith.schedule import representative_microbatches
 from megalith.schedule.table import kind
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.model import ModelSpec
-from megalith.spec.numbers import (
-    BF16,
-    PRECISIONS,
-    PrecisionSpec,
-    is_narrow,
-    is_packed,
-    kept_tile,
-    packed_tile,
-    packs,
-    stays_wide,
-    tile_of,
-)
+from megalith.spec.numbers import BF16, PRECISIONS, PrecisionSpec, is_narrow, kept_tile, packed_tile, packs, tile_of
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.plan import BLOCK, Action, Plan, place_of
-from megalith.spec.sizes import layer_of, multiplied
+from megalith.spec.sizes import is_packed, layer_of, multiplied, stays_wide
 from megalith.spec.state import GRADIENT, LOWER, MASTER, WIDE, Moments, Place, Slot, bytes_each, gradient
 
 

@@ -143,13 +143,13 @@ class Narrow(Multiply, ABC):
 
     def followed(self) -> dict[str, "TrackedMaxima"]:
         """Return the maxima that the next step's scales will follow, by layer and factor. Gradients that are partial sums on a
-        rank are left out."""
+        rank are left out, and so are factors that no product rounds."""
         assert self.history is not None
         largest = zip(FACTORS.items(), self.history.amax(1).tolist(), strict=True)
         return {
             f"{self.layer}, {name}, of earlier steps": TrackedMaxima(value, value, 1, whole=True)
             for (dims, name), value in largest
-            if not (self.partial and dims == (TOKENS, OUTPUTS))
+            if value and not (self.partial and dims == (TOKENS, OUTPUTS))
         }
 
     @classmethod
@@ -158,7 +158,7 @@ class Narrow(Multiply, ABC):
         """Return the blocks of numbers that share a scale."""
 
     def fprop(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, sizes: Sizes | None = None) -> Tensor:
-        if self._wide:
+        if self.choices.forward == "wide" or self._wide:
             return super().fprop(x, weight, bias, sizes=sizes)
         if self.codes and sizes is None:
             factors = self._factor(x, self.along, TOKENS, INPUTS), self._factor(weight, self.weight_along, OUTPUTS, INPUTS)
@@ -174,6 +174,8 @@ class Narrow(Multiply, ABC):
             return super().keeping(x, weight, bias, sizes=sizes)
         rows, scaling = self._inputs(x, sizes), self.kept_as
         kept = once(x, scaling, lambda: pack(rows.reshape(-1, rows.shape[-1]), scaling))
+        if self.choices.forward == "wide":  # only the gradient of the weight has rounded inputs
+            return super().fprop(x, weight, bias, sizes=sizes), kept
         return self._product(rows, weight, bias, sizes).to(x.dtype), kept
 
     def restored(self, kept: Tensor, inputs: int, dtype: torch.dtype) -> Tensor:

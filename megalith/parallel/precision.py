@@ -14,7 +14,8 @@ from megalith.kernels.quantise import Share
 from megalith.kernels.recipes import Blockwise, Microscaled, Microscaled4, NvFp4, Rowwise, Tensorwise
 from megalith.models.linear import Linear
 from megalith.parallel.groups import Groups
-from megalith.spec.numbers import PrecisionSpec, is_packed, stays_wide
+from megalith.spec.numbers import PrecisionSpec
+from megalith.spec.sizes import is_packed, stays_wide
 
 WIDE = "plain"
 RECIPES: dict[str, type[Multiply]] = {

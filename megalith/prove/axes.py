@@ -126,6 +126,7 @@ AXES: Axes = {
     "precision": {name: {"precision": name} for name in TRAINED}
     | {f"fp8, a scale for each {what}": {"precision": "fp8", "granularity": what} for what in ("row", "tensor")}
     | {"fp8, scales in fp32": {"precision": "fp8", "scale": "fp32"}}
+    | {"fp8, forward in bf16": {"precision": "fp8", "forward": "wide"}}
     | {"fp8, tokens sent in fp8": {"precision": "fp8", "dispatch": "fp8"}}
     | {"fp8, also gradients of results": {"precision": "fp8", "dispatch": "fp8", "combine_gradients": "fp8"}}
     | {"fp8, inputs kept in fp8": {"precision": "fp8", "kept": "fp8"}}
@@ -267,7 +268,7 @@ def run_of(choices: Choices) -> RunSpec:
     batch = SAMPLES * (sum(shares) or sites.get("count", 1))  # the first site has a run's without sites
     narrow = {
         key: asked.pop(key)
-        for key in ("granularity", "scale", "history", "dispatch", "combine_gradients", "gather", "kept")
+        for key in ("forward", "granularity", "scale", "history", "dispatch", "combine_gradients", "gather", "kept")
         if key in asked
     }
     summed = asked.pop("gradients", "fp32")

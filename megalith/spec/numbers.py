@@ -6,7 +6,6 @@ PRECISIONS.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
@@ -279,19 +278,15 @@ else:
 
 # --- choices within a narrow precision ---
 
-ATTENDED = ("*.attention.out",)
-"""Layers whose input is also kept by the operation before them, so that an 8-bit copy would cost memory instead of saving it."""
-
-FEW_OUTPUTS = ("*.mamba.step", "*.mlp.shared_gate")
-"""Layers with one output, or one output per head. Their products stay in bf16, because a tensor rank's share of the outputs is
-less than a tile."""
-
 
 class PrecisionSpec(Spec):
     """Settings of the 8- and 4-bit precisions. "narrow" is the 8- or 4-bit format and "wide" is bf16. Embedding, head, router and
     norms always use the wide format. Weight gradients of experts also use the wide format: otherwise the plan would decide which
     tokens share a tile."""
 
+    forward: Literal["narrow", "wide"] = Field(
+        default="narrow", description="format of the inputs of matrix products in the forward pass"
+    )
     input_gradient: Literal["narrow", "wide"] = Field(
         default="narrow", description="format of the inputs of matrix products that compute gradients of activations"
     )
@@ -432,18 +427,3 @@ def settled(choices: PrecisionSpec, precision: str) -> PrecisionSpec:
     draws = PRECISIONS[precision].draws
     rounding = choices.rounding or ("stochastic" if draws else "nearest")
     return choices.model_copy(update={"rounding": rounding, "hadamard": draws if choices.hadamard is None else choices.hadamard})
-
-
-def is_packed(layer: str, *, blocks: int, choices: PrecisionSpec) -> bool:
-    """Return True if the bf16 layer of this name keeps its input in 8 bits, in a run where `packs` is True."""
-    return not stays_wide(layer, blocks=blocks, choices=choices) and not any(fnmatchcase(layer, each) for each in ATTENDED)
-
-
-def stays_wide(layer: str, *, blocks: int, choices: PrecisionSpec) -> bool:
-    """Return True if the layer (such as `blocks.3.mlp.up`) always multiplies in bf16, in a model of `blocks` blocks."""
-    part, _, rest = layer.partition(".")
-    if part != "blocks":
-        return True
-    number = int(rest.partition(".")[0])
-    outside = number < choices.wide_first or number >= blocks - choices.wide_last
-    return outside or any(fnmatchcase(layer, pattern) for pattern in (*FEW_OUTPUTS, *choices.wide))

@@ -1,9 +1,10 @@
-"""The parameters of a model: their names, their shapes and how they act on tokens, without torch. tests/spec/test_sizes.py
-compares them with the modules in `models/`.
+"""The parameters of a model: their names, their shapes and how they act on tokens, and the layers that stay wide in a narrow
+precision, without torch. tests/spec/test_sizes.py compares the parameters with the modules in `models/`.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from math import prod
 from typing import Literal, NamedTuple
@@ -20,6 +21,7 @@ from megalith.spec.model import (
     MoeSpec,
     NormSpec,
 )
+from megalith.spec.numbers import PrecisionSpec
 from megalith.spec.parts import Tensor, declared
 
 Role = Literal["matrix", "experts", "table", "filter", "vector"]
@@ -27,6 +29,13 @@ Role = Literal["matrix", "experts", "table", "filter", "vector"]
 one matrix per expert; a token is multiplied by the matrices of its active experts. Rows of a `table` [rows, channels] are looked
 up. A `filter` [channels, width] is convolved with the sequence. A `vector` scales or shifts channels or heads. If output and
 embedding are tied, their table also multiplies every token."""
+
+ATTENDED = ("*.attention.out",)
+"""Layers whose input is also kept by the operation before them, so that an 8-bit copy would cost memory instead of saving it."""
+
+FEW_OUTPUTS = ("*.mamba.step", "*.mlp.shared_gate")
+"""Layers with one output, or one output per head. Their products stay in bf16, because a tensor rank's share of the outputs is
+less than a tile."""
 
 
 class Parameter(NamedTuple):
@@ -145,6 +154,21 @@ def multiplied(block: BlockSpec, dim: int) -> Parameters:
 def layer_of(parameter: Parameter) -> str:
     """Return the name of the layer of a parameter."""
     return parameter.name.rpartition(".")[0]
+
+
+def is_packed(layer: str, *, blocks: int, choices: PrecisionSpec) -> bool:
+    """Return True if the bf16 layer of this name keeps its input in 8 bits, in a run where `packs` is True."""
+    return not stays_wide(layer, blocks=blocks, choices=choices) and not any(fnmatchcase(layer, each) for each in ATTENDED)
+
+
+def stays_wide(layer: str, *, blocks: int, choices: PrecisionSpec) -> bool:
+    """Return True if the layer (such as `blocks.3.mlp.up`) always multiplies in bf16, in a model of `blocks` blocks."""
+    part, _, rest = layer.partition(".")
+    if part != "blocks":
+        return True
+    number = int(rest.partition(".")[0])
+    outside = number < choices.wide_first or number >= blocks - choices.wide_last
+    return outside or any(fnmatchcase(layer, pattern) for pattern in (*FEW_OUTPUTS, *choices.wide))
 
 
 def own_tensors(block: BlockSpec, dim: int) -> dict[str, tuple[Tensor, ...]]:

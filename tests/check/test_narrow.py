@@ -236,6 +236,7 @@ def test_tokens_are_sent_as_experts_round_them() -> None:
     assert not errors(*asked, "train.precision=fp8") and "precision.dispatch" not in advice(*asked, "train.precision=fp8")
     assert 'or train.precision = "fp8"' in reasons(*asked, "train.precision=mxfp8")["precision.dispatch"]
     assert 'Use scale = "up"' in reasons(*asked, "train.precision=fp8", "precision.scale=fp32")["precision.dispatch"]
+    assert 'or forward = "narrow"' in reasons(*asked, "train.precision=fp8", "precision.forward=wide")["precision.dispatch"]
     assert "precision.dispatch" in advice(*asked, "train.precision=fp8", 'precision.wide=["*.experts"]')
     assert "precision.dispatch" in advice(*FP8, "precision.dispatch=fp8")
 
@@ -256,8 +257,8 @@ def test_gradients_of_results_are_sent_in_8_bits_where_they_are_rounded_to_neare
 def test_weights_are_gathered_as_products_round_them() -> None:
     asked = (*FP8, "plan.data=2", "plan.zero=3", "precision.gather=fp8")
     assert not errors(*asked) and "precision.gather" not in advice(*asked)
-    every = (*asked, "precision.granularity=row", "precision.input_gradient=wide")
-    assert len([problem for problem in errors(*every) if problem.key == "precision.gather"]) == 2
+    every = (*asked, "precision.granularity=row", "precision.input_gradient=wide", "precision.forward=wide")
+    assert len([problem for problem in errors(*every) if problem.key == "precision.gather"]) == 3
     for scale in ("fp32", "ocp"):
         assert not errors(*asked, f"precision.scale={scale}")
     assert 'or train.precision = "fp8"' in reasons(*asked, "train.precision=mxfp8")["precision.gather"]

@@ -47,5 +47,24 @@ def test_bf16_keeps_no_input_of_attentions_output() -> None:
     assert not errors(*FP8, f"precision.wide={others}")
 
 
+GRADIENTS = ("precision.input_gradient=wide", "precision.weight_gradient=wide")
+
+
+def test_a_run_without_a_narrow_product_is_refused() -> None:
+    asked = (*FP8, "precision.forward=wide")
+    said = reasons(*asked, *GRADIENTS)["precision.forward"]
+    assert 'together with input_gradient = "wide" and weight_gradient = "wide" leaves no product in fp8' in said
+    for fewer in (GRADIENTS[:1], GRADIENTS[1:], (*GRADIENTS, "precision.forward=narrow")):
+        assert not errors(*asked, *fewer)
+
+
+def test_experts_alone_have_two_narrow_products() -> None:
+    experts = ("train.precision=fp8", "model.preset=deepseek-tiny", "train.seq_len=128", "precision.forward=wide", GRADIENTS[0])
+    assert not errors(*experts)
+    alone = (*experts, 'precision.wide=["*.attention.*", "*.mlp.up", "*.mlp.gate", "*.mlp.down", "*.shared.*"]')
+    assert "weight gradients of experts, which are wide" in reasons(*alone)["precision.forward"]
+    assert not errors(*alone, "precision.input_gradient=narrow")
+
+
 def test_blocks_that_are_all_wide_are_said_once() -> None:
     assert [*reasons(*FP8, "precision.wide_first=16", 'precision.wide=["*"]')] == ["precision.wide_first"]

@@ -135,6 +135,18 @@ def test_a_block_that_keeps_inputs_in_8_bits_holds_half_as_much_and_takes_longer
     assert estimate(kept).time.step > estimate(wide).time.step
 
 
+def test_a_wide_forward_rounds_no_factor_but_the_inputs_that_it_keeps() -> None:
+    wide, narrow, kept, both = (
+        estimate(load("fp8", Plan(zero=0), **choices)).time.compute
+        for choices in ({"forward": "wide"}, {}, {"forward": "wide", "kept": "fp8"}, {"kept": "fp8"})
+    )
+    assert wide < kept < narrow == both
+    codes, less = (load("fp8", multiply="codes", granularity="tensor", forward=how) for how in ("narrow", "wide"))
+    bf16 = estimate(load("bf16")).time.compute
+    assert estimate(codes).time.compute < estimate(less).time.compute < bf16
+    assert parts(load("fp8", forward="wide", kept="fp8")).blocks[1].saved == parts(load("fp8", kept="fp8")).blocks[1].saved
+
+
 # --- a step ---
 
 

@@ -129,12 +129,42 @@ def test_weights_in_squares_are_the_same_forward_and_backward() -> None:
 @pytest.mark.parametrize("recipe", EVERY)
 def test_choices_leave_products_wide(recipe: type[Narrow]) -> None:
     x, weight, grad, plain = lively(64, 96), lively(80, 96, seed=1), lively(64, 80, seed=2), Multiply()
+    assert torch.equal(small(recipe, forward="wide").fprop(x, weight), plain.fprop(x, weight))
+    assert not torch.equal(small(recipe).fprop(x, weight), plain.fprop(x, weight))
     here = small(recipe, input_gradient="wide", weight_gradient="wide")
     assert torch.equal(here.dgrad(grad, weight), plain.dgrad(grad, weight))
     assert torch.equal(here.wgrad(grad, x), plain.wgrad(grad, x))
     assert not torch.equal(small(recipe).dgrad(grad, weight), plain.dgrad(grad, weight))
     finer = torch.equal(small(recipe, gradients="e5m2").wgrad(grad, x), small(recipe).wgrad(grad, x))
     assert finer == (recipe not in (Blockwise, Microscaled)), "4 bits have one layout"
+
+
+@pytest.mark.parametrize("recipe", EVERY)
+def test_a_wide_forward_leaves_both_gradients_narrow(recipe: type[Narrow]) -> None:
+    x, weight, grad = lively(64, 96), lively(80, 96, seed=1), lively(64, 80, seed=2)
+    wide, narrow = small(recipe, forward="wide"), small(recipe)
+    assert torch.equal(wide.dgrad(grad, weight), narrow.dgrad(grad, weight))
+    assert torch.equal(wide.wgrad(grad, x), narrow.wgrad(grad, x))
+
+
+@pytest.mark.parametrize("recipe", [Blockwise, Microscaled, Rowwise, Tensorwise])
+def test_a_wide_forward_keeps_the_inputs_that_a_narrow_one_keeps(recipe: type[Narrow]) -> None:
+    x, weight = lively(64, 96), lively(80, 96, seed=1)
+    (out, kept), (_, narrow) = (small(recipe, forward=how, kept="fp8").keeping(x, weight) for how in ("wide", "narrow"))
+    assert torch.equal(out, Multiply().fprop(x, weight)) and kept.dtype == torch.uint8 and torch.equal(kept, narrow)
+    assert small(recipe, forward="wide").keeping(x, weight)[1] is x
+
+
+def test_a_history_has_no_maxima_of_factors_that_no_product_rounds() -> None:
+    here, x, weight, grad = small(Tensorwise, **WIDE_INPUTS), lively(64, 96), lively(80, 96, seed=1), lively(64, 80, seed=2)
+    here.remember(2, x.device)
+    here.fprop(x, weight), here.dgrad(grad, weight), here.wgrad(grad, x)
+    assert here.latest is not None
+    here.take_in(here.latest)
+    assert {name.split(", ")[1] for name in here.followed()} == {"inputs", "gradients of outputs"}
+
+
+WIDE_INPUTS = {"granularity": "tensor", "history": 2, "forward": "wide", "input_gradient": "wide"}
 
 
 @pytest.mark.parametrize("recipe", EVERY)

@@ -152,6 +152,18 @@ def test_products_are_wide_while_the_rate_decays_if_a_run_chooses_so(schedule: s
     assert all(torch.equal(found.weights[name], expected.weights[name]) for name in expected.weights) == alike
 
 
+@pytest.mark.slow
+def test_a_wide_forward_has_the_loss_of_bf16_and_narrow_gradients() -> None:
+    train = {"global_batch": 4, "steps": 1}
+    wide, bf16, narrow = (
+        run_ranks(recorded, 1, tiny_run(train=train | {"precision": precision}, precision=choices))[0]
+        for precision, choices in (("fp8", {"forward": "wide", "tile": 4}), ("bf16", {}), ("fp8", {"tile": 4}))
+    )
+    assert wide.losses == bf16.losses != narrow.losses
+    moved = {name for name, grad in bf16.gradients[0].items() if not torch.equal(wide.gradients[0][name], grad)}
+    assert {f"blocks.{block}.mlp.up.weight" for block in (1, 2)} <= moved and "blocks.3.mlp.up.weight" not in moved
+
+
 def dispatched(rank: int, spec: RunSpec) -> None:
     """Compare rows that are sent to experts in 8 bits with rows that are rounded once they have arrived."""
     trainer = trainer_of(spec)

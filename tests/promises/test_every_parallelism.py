@@ -221,6 +221,9 @@ IN_FEW_BITS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     ("mxfp4", {}, "tiny", {"context": 2, "pipeline": 2, "schedule": "zb-v", "chunks": 2}),
     ("fp8", {"scale": "fp32"}, "mixtral-8x7b", {"tensor": 2, "context": 2, "expert": 2}),
     ("fp8", DELAYED, "deepseek-tiny", {"tensor": 2, "data": 2, "expert": 2, "recompute": "full"}),
+    ("fp8", {"forward": "wide"}, "deepseek-tiny", {"data": 2, "tensor": 2, "expert": 2, "recompute": "full"}),
+    ("fp8", {"forward": "wide", "kept": "fp8"}, "tiny", {"tensor": 2, "pipeline": 2, "schedule": "zb-h1"}),
+    ("fp8", {**DELAYED, "forward": "wide", "input_gradient": "wide"}, "tiny", {"tensor": 2, "context": 2}),
     ("fp8", DELAYED, "tiny", {"pipeline": 2, "schedule": "zb-h2", "post_validation": True, "context": 2}),
 ]
 

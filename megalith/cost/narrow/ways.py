@@ -127,11 +127,13 @@ class Ways:
                 yield FormattedProduct(product, self.wide if self._exact else FP32.name, share)
 
     def roundings(self, products: Iterable[Product]) -> Iterator[Rounding]:
-        """Yield the roundings of both factors of each narrow product."""
+        """Yield the roundings of both factors of each narrow product, and of the inputs that a wide forward keeps in 8 bits."""
         for product in products:
-            if share := self._share(product):
-                codes = self.multiplies_codes(product)
-                for rows, gradients in ((product.rows, product.phase != "F"), (product.columns, False)):
+            kept = product.phase == "F" and self.narrow.choices.forward == "wide" and self.narrow.choices.kept != "wide"
+            if share := self._narrow(product) if kept else self._share(product):
+                codes = self.multiplies_codes(product) and not kept
+                factors = ((product.rows, product.phase != "F"), (product.columns, False))
+                for rows, gradients in factors[:1] if kept else factors:
                     times = share * product.times
                     numbers = rows * product.inner * product.count * times
                     moved = self._coded if codes else self._rounded[gradients, product.phase == "W"]
@@ -149,7 +151,11 @@ class Ways:
 
     def _share(self, product: Product) -> float:
         """Return the share of a product's kernels whose factors are narrow."""
-        if not product.weight or product.phase in self._wide_phases:
+        return 0.0 if product.phase in self._wide_phases else self._narrow(product)
+
+    def _narrow(self, product: Product) -> float:
+        """Return the share of a product's kernels that belong to narrow layers."""
+        if not product.weight:
             return 0.0
         if product.expert:
             return float(self.experts and product.phase != "W")
@@ -161,7 +167,8 @@ class Ways:
     @cached_property
     def _wide_phases(self) -> frozenset[str]:
         """Phases whose products are wide in every layer."""
-        asked = {"I": self.narrow.choices.input_gradient, "W": self.narrow.choices.weight_gradient}
+        choices = self.narrow.choices
+        asked = {"F": choices.forward, "I": choices.input_gradient, "W": choices.weight_gradient}
         return frozenset(phase for phase, format in asked.items() if format == "wide")
 
     def multiplies_codes(self, product: Product) -> bool:
