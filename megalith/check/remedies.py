@@ -1,19 +1,19 @@
 """The cheapest change with which a run needs less memory. Memory is estimated by arithmetic; `megalith dryrun` counts it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
 from megalith.spec.numbers import BF16, PRECISIONS
-from megalith.spec.plan import Action, PartActions
+from megalith.spec.plan import OUTSIDE, Action, PartActions, Plan, RetainSpec, StateSpec
 from megalith.spec.problem import Problem
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import outer_slots
 from megalith.spec.state import MASTER
 from megalith.spec.toml import literal
 
-ROUNDS = frozenset(("train.gradients", "optimizer.moments", 'optimizer.master = "split8"', "precision.kept", "plan.retain.parts"))
-"""Settings that round numbers, so that results change."""
+ROUNDS = ("train.gradients", "optimizer.moments", 'optimizer.master = "split8"', "precision.kept", "plan.retain.parts = { ")
+"""Beginnings of settings that round numbers, so that results change."""
 
 
 class Change(NamedTuple):
@@ -36,53 +36,77 @@ def changes(spec: RunSpec) -> Iterator[list[Change]]:
     yield [NONE, *_activations(spec)]
     if plan.microbatch > 1:
         yield [NONE, Change({"plan.microbatch": 1}, 4)]
-    if narrow and spec.optimizer.master == "fp32":
-        yield [NONE, Change({"optimizer.master": "split16"}, 2), Change({"optimizer.master": "split8"}, 9)]
+    if narrow:
+        forms = {"split16": 2, "fp32": 3, "split8": 9}  # fp32 has more bytes, but weights elsewhere and release need it
+        yield [NONE, *(Change({"optimizer.master": form}, cost) for form, cost in forms.items() if form != spec.optimizer.master)]
     if narrow and spec.train.gradients == "fp32":
         yield [NONE, Change({"train.gradients": "bf16"}, 8)]
     if spec.optimizer.moments != "fp8":
         yield [NONE, Change({"optimizer.moments": "fp8"}, 7)]
-    if plan.state.optimizer == "device":
-        yield [NONE, *_elsewhere()]
+    yield [NONE, *_elsewhere(spec)]
     if outer_slots(spec.sites, on_device=True):
         yield [NONE, Change({"sites.place": "host"}, 6)]
 
 
 def _activations(spec: RunSpec) -> Iterator[Change]:
     """Yield ways to keep fewer activations on the device: recomputation, 8 bits, or offloading."""
-    plan, light = spec.plan, ("full", "sqrt")
-    again = light[light.index(plan.recompute) + 1 :] if plan.recompute in light else light
-    for policy in again:
-        yield Change({"plan.recompute": policy}, {"full": 5, "sqrt": 12}[policy])
-    if spec.train.precision == BF16.name and spec.precision.kept == "wide":
-        short: dict[str, Any] = {"precision.kept": "fp8"}
-        yield Change(short, 10)
-        if plan.recompute in ("none", "selective"):
+    plan = spec.plan
+    again = _recomputed(plan)
+    for policy, values in again.items():
+        yield Change(values, {"full": 5, "sqrt": 12}[policy])
+    if spec.train.precision == BF16.name:
+        short: dict[str, Any] = {"precision.kept": "fp8"} if spec.precision.kept == "wide" else {}
+        if short:
+            yield Change(short, 10)
+        if plan.recompute in ("none", "selective") and "attention.core" not in plan.retain.parts:
             compressed: dict[str, Action] = {"attention.core": "compress"}
             yield Change(short | {"plan.retain.parts": PartActions(plan.retain.parts | compressed)}, 11)
-        for policy in again:  # the block that runs again holds less
-            yield Change({"plan.recompute": policy} | short, {"full": 14, "sqrt": 18}[policy])
-    if plan.retain.away:
-        return
-    less = {} if plan.recompute == "full" else {"plan.recompute": "full"}
-    yield Change({"plan.retain.blocks": "host"}, 20)
-    if less:
-        yield Change(less | {"plan.retain.blocks": "host"}, 21)
-    yield Change(less | {"plan.retain.blocks": "disk"}, 26)
+        for policy, values in again.items() if short else ():  # the block that runs again holds less
+            yield Change(values | short, {"full": 14, "sqrt": 18}[policy])
+    less = list(again.values())
+    for place, cost, forms in (("host", 20, [{}, *less]), ("disk", 26, less or [{}])):
+        moved = _farther(plan.retain, {"blocks": place, "share": 1.0})
+        for more, values in enumerate(forms if moved else ()):
+            yield Change(values | {f"plan.retain.{name}": value for name, value in moved.items()}, cost + more)
 
 
-def _elsewhere() -> Iterator[Change]:
-    """Yield ways to keep state outside of the device."""
-    weights = {"plan.zero": 3, "plan.state.weights": "disk"}
-    for cost, place, others in (
-        (30, "host", {}),
-        (35, "disk", {}),
-        (38, "disk", {"plan.state.release": True}),
-        (40, "host", weights | {"plan.state.weights": "host"}),
-        (45, "disk", weights),
-        (48, "disk", weights | {"plan.state.release": True}),
+def _recomputed(plan: Plan) -> dict[str, dict[str, Any]]:
+    """Return the values that set each policy that keeps less than the plan's. Under these policies, blocks keep only inputs, so parts of
+    blocks have no actions."""
+    light = ("full", "sqrt")
+    again = light[light.index(plan.recompute) + 1 :] if plan.recompute in light else light
+    parts: dict[str, Any] = {"plan.retain.parts": PartActions()} if plan.retain.parts else {}
+    return {policy: {"plan.recompute": policy} | parts for policy in again}
+
+
+def _elsewhere(spec: RunSpec) -> Iterator[Change]:
+    """Yield ways to keep more state outside of the device than the plan does."""
+    plan, rounds = spec.plan, spec.microbatches
+    for cost, place, weights, release in (
+        (30, "host", "device", False),
+        (35, "disk", "device", False),
+        (38, "disk", "device", True),
+        (40, "host", "host", False),
+        (45, "disk", "disk", False),
+        (48, "disk", "disk", True),
     ):
-        yield Change({"plan.state.optimizer": place, **others}, cost)
+        moved = _farther(plan.state, {"optimizer": place, "weights": weights, "release": release, "share": 1.0})
+        others = {"plan.zero": 3} if weights != "device" and plan.zero != 3 else {}
+        if release and rounds > 1:
+            others["plan.microbatch"] = rounds * plan.microbatch
+        if moved:
+            yield Change({f"plan.state.{name}": value for name, value in moved.items()} | others, cost)
+
+
+def _farther(now: StateSpec | RetainSpec, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the wanted values that the table does not have; none if one of them would bring something back to the device, or
+    from disk to the host."""
+    order: tuple[Any, ...] = ("device", *OUTSIDE)
+    for name, value in wanted.items():
+        had = getattr(now, name)
+        if order.index(value) < order.index(had) if value in order else value < had:
+            return {}
+    return {name: value for name, value in wanted.items() if value != getattr(now, name)}
 
 
 def cheapest(spec: RunSpec, fits: Callable[[RunSpec], bool], *, host: bool = True) -> str:
@@ -123,7 +147,7 @@ def changed_by(spec: RunSpec, values: dict[str, Any]) -> RunSpec:
 
 def _sentence(values: dict[str, Any]) -> str:
     words = [f"{key} = {literal(value)}" for key, value in values.items()]
-    rounding = [word.partition(" ")[0] for word in words if word in ROUNDS or word.partition(" ")[0] in ROUNDS]
+    rounding = [word.partition(" ")[0] for word in words if word.startswith(ROUNDS)]
     note = f" ({_listed(rounding)} round{'s' * (len(rounding) == 1)}, so results change)" if rounding else ""
     return f"The cheapest change that fits: {_listed(words)}{note}. "
 
