@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from megalith.check.case import Case, Found, advice, error, format_bytes
-from megalith.check.memory import ROOM, rank_bytes, state_bytes, total_state_bytes
+from megalith.check.memory import ROOM, outside_bytes, rank_bytes, state_bytes, total_state_bytes
 from megalith.check.remedies import cheapest
 from megalith.machine.capacity import Machine
 from megalith.spec.base import AbsentError
@@ -65,7 +65,13 @@ def check_here(
     `processor`: name of the machine's processor, which is compared with the processor of measured figures."""
     here = Here(Case(spec, None, files=False), machine, count, processor)
     found: list[Problem] = []
-    for rule in (devices_are_here, memory_holds_the_state, processors_run_the_ranks, figures_are_of_this_machine):
+    for rule in (
+        devices_are_here,
+        memory_holds_the_state,
+        memory_holds_what_leaves_gpus,
+        processors_run_the_ranks,
+        figures_are_of_this_machine,
+    ):
         with suppress(AbsentError):
             found += rule(here)
     origins = provenance or {}
@@ -115,7 +121,10 @@ def memory_holds_the_state(here: Here) -> Found:
         reason = f"keeps at least {format_bytes(held)} {whose}, but {where} has {format_bytes(limit)}"
 
         def fits(changed: RunSpec) -> bool:
-            return ranks * rank_bytes(replace(case, spec=changed)) <= ROOM * limit
+            other = replace(case, spec=changed)
+            return ranks * rank_bytes(other) <= ROOM * limit and not (
+                here.on_gpus and _outside(replace(here, case=other)) > machine.memory
+            )
 
         way_out = cheapest(case.spec.model_copy(update={"plan": plan}), fits, host=here.on_gpus is not False)
         or_use = "Or use" if way_out else "Use"
@@ -125,6 +134,23 @@ def memory_holds_the_state(here: Here) -> Found:
             reason,
             f"{way_out}{or_use} a smaller model, or more machines with torchrun or srun.",
         )
+
+
+def memory_holds_what_leaves_gpus(here: Here) -> Found:
+    """The machine's memory holds the state and the activations that leave its GPUs."""
+    plan, machine = here.case.plan, here.machine
+    if not here.on_gpus or here.case.model is None or plan.data % plan.replicate:
+        return
+    if (held := _outside(here)) > machine.memory:
+        key = "plan.state.optimizer" if plan.state.optimizer == "host" else "plan.retain.blocks"
+        ranks = _counted(here.ranks, "rank")
+        reason = f"needs about {format_bytes(held)} for {ranks} on this machine, but {machine.memory_of} has {format_bytes(machine.memory)}"
+        yield error(key, "host", reason, 'Use "disk", or more machines with torchrun or srun.')
+
+
+def _outside(here: Here) -> float:
+    """Return the bytes of this machine's memory that its ranks need beside their GPUs."""
+    return here.ranks * outside_bytes(here.case).memory
 
 
 def processors_run_the_ranks(here: Here) -> Found:

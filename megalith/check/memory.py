@@ -2,21 +2,23 @@
 
 import os
 import shutil
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from megalith.check.case import Case, Found, advice, error, format_bytes
 from megalith.check.remedies import cheapest
+from megalith.check.retain import activation_bytes, existing, saved_numbers, unusable
 from megalith.mesh import Mesh
 from megalith.schedule.table import kind
-from megalith.spec.model import AttentionSpec, BlockSpec, MlpSpec, MoeSpec
-from megalith.spec.numbers import PRECISIONS, SCALE_BYTES, is_narrow, packs
+from megalith.spec.cluster import HOST_MEMORY, ClusterSpec
+from megalith.spec.numbers import PRECISIONS, is_narrow
 from megalith.spec.optimizers import OPTIMIZERS
-from megalith.spec.plan import AUTO, EXPERTS_ACTIVATION, Action, Plan, compresses, segment_size
+from megalith.spec.plan import AUTO, Plan, segment_size
+from megalith.spec.run import RunSpec
 from megalith.spec.sites import kept, outer_slots
-from megalith.spec.sizes import Count, count_model, own_tensors
-from megalith.spec.state import LOWER, MASTER, UPPER, Slot, bytes_each, bytes_of, gradient
+from megalith.spec.sizes import Count, count_model
+from megalith.spec.state import DISK_SLOTS, LOWER, MASTER, UPPER, Slot, bytes_each, bytes_of, gradient
 from megalith.spec.treatment import kinds, masters_of, slots_of
 
 PAIR = 2
@@ -40,18 +42,15 @@ def segments_lie_in_a_stage(case: Case) -> Found:
 
 def state_fits(case: Case) -> Found:
     """Weights, gradients and moments alone fit into the device's memory."""
-    memory = case.cluster.accelerator.memory if case.cluster else None
-    if memory is None or case.model is None or case.plan.data % case.plan.replicate:
+    if case.cluster is None or case.model is None or case.plan.data % case.plan.replicate:
         return
+    memory, name = case.cluster.accelerator.memory, case.cluster.accelerator.name
     held = state_bytes(case, case.plan)
-    if held > memory:
-        name = case.cluster.accelerator.name if case.cluster else ""
+    if memory is not None and held > memory:
         reason = (
             f"keeps at least {format_bytes(held)} of weights, gradients and moments a rank, but {name} has {format_bytes(memory)}"
         )
-        way_out = (
-            cheapest(case.spec, lambda changed: rank_bytes(replace(case, spec=changed)) <= ROOM * memory) if case.remedies else ""
-        )
+        way_out = way_out_of(case, case.cluster)
         data = "plan.data" if case.plan.zero else "plan.data with plan.zero = 3"
         axes = f"plan.tensor, plan.pipeline or {data}"
         or_raise = "Or raise" if way_out else "No combination of ZeRO, recomputation, fewer bits and offloading is enough. Raise"
@@ -61,6 +60,44 @@ def state_fits(case: Case) -> Found:
             reason,
             f"{way_out}{or_raise} {axes}, or use a smaller model.",
         )
+
+
+def hosts_hold_what_leaves_devices(case: Case) -> Found:
+    """A host of the cluster has room for the state and activations that leave its devices. A cluster file without `host.memory` is no
+    proof of a small host."""
+    cluster, plan = case.cluster, case.plan
+    if cluster is None or case.model is None or plan.data % plan.replicate:
+        return
+    needed, memory = outside_bytes(case), cluster.host.memory
+    known = "a device's share of the host's"
+    has = f"half of {known} memory" if memory else f"half of the {format_bytes(HOST_MEMORY)} assumed for each device"
+    for place, size, room, whole, share in (
+        ("host", needed.memory, cluster.host_room, memory and memory / cluster.host_devices, has),
+        ("disk", needed.disk, cluster.disk_room, cluster.disk_room, f"{known} disk"),
+    ):
+        if room is None or size <= room:
+            continue
+        named = {"plan.state.optimizer": plan.state.optimizer, "plan.retain.blocks": plan.retain.blocks}
+        key = next((key for key, value in named.items() if value == place), "sites.place")
+        reason = f"needs about {format_bytes(size)} a rank, but training state may take {format_bytes(room)}, {share}"
+        way_out = way_out_of(case, cluster)
+        table = f"larger hosts ([host] {'memory' if place == 'host' else 'disk'} of a cluster file)"
+        report = error if whole is not None and size > whole else advice
+        yield report(key, place, reason, f"{way_out}{'Or use' if way_out else 'Use'} more ranks, or {table}.")
+
+
+def way_out_of(case: Case, cluster: ClusterSpec) -> str:
+    """Return, as a sentence, the cheapest change with which the run fits its devices and hosts; empty if there is none."""
+    if not case.remedies:
+        return ""
+    memory = cluster.accelerator.memory
+
+    def fits(changed: RunSpec) -> bool:
+        other = replace(case, spec=changed)
+        near = memory is None or rank_bytes(other) <= ROOM * memory
+        return near and cluster.has_room(**outside_bytes(other)._asdict())
+
+    return cheapest(case.spec, fits)
 
 
 def optimizer_is_sharded(case: Case) -> Found:
@@ -209,23 +246,12 @@ def disk_takes_the_state(case: Case) -> Found:
         )
 
 
-def existing(folder: Path) -> Path:
-    """Return the folder, or its nearest parent that exists."""
-    folder = folder.absolute()
-    return next(one for one in (folder, *folder.parents) if one.exists())
-
-
-def unusable(there: Path) -> str:
-    """Return the reason why nothing can be written to a path."""
-    return f"{there} {'is not a folder' if not there.is_dir() else 'is not writable'}"
-
-
 def long_sequences_recompute(case: Case) -> Found:
     """Long sequences use recomputation: activations grow with the sequence, and recomputation saves activations at the cost of time."""
     plan, train = case.plan, case.spec.train
     if plan.recompute != "none" or case.model is None or case.spec.microbatches == 0:
         return
-    saved = sum(_saved_numbers(block, case.model.dim) for block in case.model.blocks)
+    saved = sum(saved_numbers(block, case.model.dim) for block in case.model.blocks)
     in_flight = kind(plan.schedule).in_flight(plan.pipeline, case.spec.microbatches)
     tokens = train.seq_len * plan.microbatch * in_flight
     held = saved * tokens * PRECISIONS[train.precision].compute.width / (plan.pipeline * plan.tensor * plan.context)
@@ -250,35 +276,13 @@ def rank_bytes(case: Case) -> float:
     """Approximate bytes of the worst rank: state, activations, and the gradients of a part during their reduction."""
     assert case.model is not None
     plan, blocks = case.plan, case.parameters
-    whole = count_model(case.model)
-    ends = Count(whole.dense - blocks.dense, whole.experts - blocks.experts)
     places = max(1, plan.pipeline // plan.sides)
-    state = state_bytes(case, plan) + _held(case, plan, ends, places=1) / min(places, 2)  # embedding and head are on two ranks
+    state = state_bytes(case, plan) + _held(case, plan, _ends(case), places=1) / min(
+        places, 2
+    )  # embedding and head are on two ranks
     each = bytes_each([gradient(case.spec.train.gradients)])
-    part = max(ends.total / 2, blocks.total / len(case.model.blocks) / max(1, plan.expert)) / plan.tensor
-    return state + activation_bytes(case) + 2 * part * (each * (plan.dp_size > 1) + each)
-
-
-def activation_bytes(case: Case) -> float:
-    """Approximate bytes of activations that a rank keeps for backward. With full recomputation, a rank keeps the inputs of all blocks and
-    the activations of one block. If activations are offloaded, three blocks or inputs are on the device: one computes, and two are being
-    copied."""
-    assert case.model is not None
-    plan, model = case.plan, case.model
-    saved: float = sum(_saved_numbers(block, model.dim) for block in model.blocks)
-    if packs(case.spec.precision, case.spec.train.precision) or plan.rounding:  # tried for many plans
-        saved -= sum(_spared_numbers(case, block, at) for at, block in enumerate(model.blocks))
-    inputs = model.dim * len(model.blocks) + saved / len(model.blocks) * plan.pipeline
-    nested = model.dim * len(model.blocks) ** 0.5 * 2 + saved / len(model.blocks) * plan.pipeline
-    numbers = {"full": min(inputs, saved), "sqrt": min(nested, saved)}.get(plan.recompute, saved)
-    in_flight = kind(plan.schedule).in_flight(plan.pipeline, max(1, case.spec.microbatches))
-    one = saved / len(model.blocks)
-    beside = {"full": 3 * model.dim, "sqrt": model.dim * (3 + len(model.blocks) ** 0.5)}.get(plan.recompute, 2 * one)
-    kept, moving = numbers * in_flight, min(numbers, (one + beside) * plan.pipeline)
-    away = plan.retain.share if plan.retain.blocks != "device" else 0.0  # if only parts of blocks leave, most stays on the device
-    numbers = kept * (1 - away) + moving * (away > 0)
-    tokens = case.spec.train.seq_len * plan.microbatch
-    return numbers * tokens * PRECISIONS[case.spec.train.precision].compute.width / (plan.pipeline * plan.tensor * plan.context)
+    part = max(_ends(case).total / 2, blocks.total / len(case.model.blocks) / max(1, plan.expert)) / plan.tensor
+    return state + activation_bytes(case).near + 2 * part * (each * (plan.dp_size > 1) + each)
 
 
 def _elsewhere(case: Case) -> list[Slot]:
@@ -290,20 +294,50 @@ def _elsewhere(case: Case) -> list[Slot]:
 
 def disk_bytes(case: Case, plan: Plan) -> int:
     """Lower bound of the size of one state file of a rank, counting the blocks' state."""
-    numbers, mesh = case.parameters, Mesh.of(plan)
     places = max(1, plan.pipeline // plan.sides)
-    shares = numbers.dense / (plan.tensor * plan.dp_shard) + numbers.experts / (
-        plan.expert * plan.expert_tensor * max(1, mesh.experts[2])
+    numbers = plan.state.away * _own_numbers(plan, case.parameters) / places
+    return int(bytes_each(_elsewhere(case)) * numbers) if plan.state.optimizer == "disk" else 0
+
+
+def _own_numbers(plan: Plan, count: Count) -> float:
+    """Return how many of these parameters a rank updates."""
+    shards = max(1, Mesh.of(plan).experts[2])
+    return count.dense / (plan.tensor * max(1, plan.dp_shard)) + count.experts / (plan.expert * plan.expert_tensor * shards)
+
+
+class OutsideBytes(NamedTuple):
+    """Approximate bytes that a rank keeps outside its device."""
+
+    memory: float
+    disk: float
+
+
+def outside_bytes(case: Case) -> OutsideBytes:
+    """Return what the worst rank keeps outside its device: state, with buffers for gradients and weights on the host, or with the files
+    of `DISK_SLOTS` on disk; tensors of merges; activations."""
+    spec, plan, places = case.spec, case.plan, max(1, case.plan.pipeline // case.plan.sides)
+    own = _own_numbers(plan, case.parameters) / places + _own_numbers(plan, _ends(case)) / min(places, 2)
+    merged = bytes_each(slot for slot in outer_slots(spec.sites) if slot.place == "host") * own
+    far = activation_bytes(case).far if plan.retain.blocks != "device" else 0.0
+    state, each = plan.state.away * own, bytes_each(_elsewhere(case))
+    carried = bytes_each([gradient(spec.train.gradients)]) + PRECISIONS[spec.train.precision].compute.width
+    slots = DISK_SLOTS if spec.checkpoint.every else PAIR
+    return OutsideBytes(
+        merged + far * (plan.retain.blocks == "host") + state * (each + carried) * (plan.state.optimizer == "host"),
+        far * (plan.retain.blocks == "disk") + state * each * slots * (plan.state.optimizer == "disk"),
     )
-    return int(plan.state.away * bytes_each(_elsewhere(case)) * shares / places) if plan.state.optimizer == "disk" else 0
+
+
+def _ends(case: Case) -> Count:
+    """The numbers of parameters outside of all blocks: the embedding and the head."""
+    assert case.model is not None
+    whole, blocks = count_model(case.model), case.parameters
+    return Count(whole.dense - blocks.dense, whole.experts - blocks.experts)
 
 
 def total_state_bytes(case: Case, plan: Plan) -> int:
     """Return the bytes of the whole model's state over all ranks. The embedding and the head are each on one stage."""
-    assert case.model is not None
-    whole, blocks = count_model(case.model), case.parameters
-    ends = Count(whole.dense - blocks.dense, whole.experts - blocks.experts)
-    return plan.ranks * state_bytes(case, plan) + int(plan.ranks / plan.pipeline * _held(case, plan, ends, places=1))
+    return plan.ranks * state_bytes(case, plan) + int(plan.ranks / plan.pipeline * _held(case, plan, _ends(case), places=1))
 
 
 def _held(case: Case, plan: Plan, parameters: Count, places: int) -> float:
@@ -337,73 +371,3 @@ def _held(case: Case, plan: Plan, parameters: Count, places: int) -> float:
         undoing = own if plan.post_validation else 0  # sharded gradients and copies, once the unsharded gradients are freed
         held += kept + (0 if plan.state.release else max(gradients, undoing)) + whole
     return held
-
-
-def _saved_numbers(block: BlockSpec, dim: int) -> int:
-    """Return approximately how many numbers a block keeps for backward per token, with fused kernels. A block keeps the inputs and outputs
-    of norms; attention's queries, keys, values and output; the outputs of Mamba-2's projections, recurrence and norm; and the MLP's gate,
-    up, activation(gate) and activation(gate) * up, for each expert that the token goes to."""
-    halves = bool(block.attention or block.mamba) + bool(block.mlp)
-    own = own_tensors(block, dim)  # for a user's own half, twice the outputs of its matrices are counted
-    saved = 2 * dim * halves + 2 * sum(each.shape[0] for half in own.values() for each in half if each.role == "matrix")
-    saved += 0 if "attention" in own else _saved_by_mixer(block)
-    return saved + (0 if "mlp" in own or block.mlp is None else _saved_by_mlp(block.mlp, dim))
-
-
-def _spared_numbers(case: Case, block: BlockSpec, number: int) -> float:
-    """Approximate memory per token that a block saves by keeping tensors in 8 bits: inputs of products and of activations, and attention's
-    tensors. The result is in numbers of the compute format, not in bytes."""
-    assert case.model is not None
-    choices, precision, spec, dim = case.spec.precision, case.spec.train.precision, case.spec, case.model.dim
-    kept, spared = PRECISIONS["fp8"], 0.0
-    left = (1 + SCALE_BYTES / (choices.tile or kept.tile)) / PRECISIONS[precision].compute.width
-    outside = number < choices.wide_first or number >= len(case.model.blocks) - choices.wide_last
-    if packs(choices, precision) and not outside and not own_tensors(block, dim):
-        spared += dim * (bool(block.attention) + bool(block.mlp)) * (1 - left)
-        if block.mlp is not None:
-            many, factors = _saved_by_mlp(block.mlp, dim), 3 / 4 if block.mlp.gated else 1
-            spared += many * (1 - factors * left)
-    if actions := spec.plan.rounding:
-        spared += (1 - left) * _compressed_numbers(block, dim, actions, packed=spared > 0)
-    return spared
-
-
-def _compressed_numbers(block: BlockSpec, dim: int, actions: Mapping[str, Action], *, packed: bool) -> float:
-    """Approximately how many numbers per token a block keeps in 8 bits because of the actions for its parts. `packed`: True if inputs of
-    products and factors of activations are kept in 8 bits anyway."""
-    norm = "attention_norm" if block.attention else "mamba_norm"
-    found: float = dim * (
-        compresses(actions, norm) * bool(block.attention or block.mamba) + compresses(actions, "mlp_norm") * bool(block.mlp)
-    )
-    if block.attention is not None:
-        found += _saved_by_mixer(block) * compresses(actions, "attention.core")
-    if packed or own_tensors(block, dim):
-        return found
-    mixer = "attention.q" if block.attention else "mamba.x"
-    found += dim * compresses(actions, mixer) * bool(block.attention or block.mamba)
-    if isinstance(block.mlp, MoeSpec):
-        found += dim * compresses(actions, "mlp.experts") + _saved_by_mlp(block.mlp, dim) * compresses(
-            actions, EXPERTS_ACTIVATION
-        )
-    elif block.mlp is not None:
-        found += dim * compresses(actions, "mlp.up") + _saved_by_mlp(block.mlp, dim) * compresses(actions, "mlp.down")
-    return found
-
-
-def _saved_by_mixer(block: BlockSpec) -> int:
-    attention, mamba = block.attention, block.mamba
-    if mamba:
-        return 4 * mamba.heads * mamba.head_dim + 2 * mamba.groups * mamba.state + mamba.heads
-    if isinstance(attention, AttentionSpec):
-        return 2 * (attention.heads + attention.kv_heads) * attention.head_dim
-    if attention is None:
-        return 0
-    attended = attention.heads * 2 * (attention.nope_dim + attention.rope_dim + attention.v_dim)
-    return attended + (attention.q_rank or 0) + attention.kv_rank
-
-
-def _saved_by_mlp(mlp: MlpSpec | MoeSpec, dim: int) -> int:
-    kept = 4 if mlp.gated else 2
-    if isinstance(mlp, MlpSpec):
-        return kept * mlp.hidden
-    return mlp.router.active * (kept * mlp.hidden + 2 * dim) + kept * mlp.shared

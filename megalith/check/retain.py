@@ -1,16 +1,17 @@
 """Rules about the tensors that blocks keep for their backward, and the actions for parts of blocks."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from megalith.check.case import Case, Found, advice, error
 from megalith.check.cuts import Cut, tiles_across_ranks
-from megalith.check.memory import existing, unusable
 from megalith.check.packed import INPUTS
-from megalith.spec.model import BlockSpec, LatentAttentionSpec
-from megalith.spec.numbers import BF16, PRECISIONS, is_narrow, kept_tile
-from megalith.spec.plan import COMPRESSED, EXPERTS_ACTIVATION, NORMS, PARTS, UP_PROJECTION, compresses
+from megalith.schedule.table import kind
+from megalith.spec.model import AttentionSpec, BlockSpec, LatentAttentionSpec, MlpSpec, MoeSpec
+from megalith.spec.numbers import BF16, PRECISIONS, SCALE_BYTES, is_narrow, kept_tile, packs
+from megalith.spec.plan import COMPRESSED, EXPERTS_ACTIVATION, NORMS, PARTS, UP_PROJECTION, Action, compresses
 from megalith.spec.problem import near
 from megalith.spec.sizes import own_tensors
 
@@ -172,3 +173,114 @@ def kept_tensors_can_leave(case: Case) -> Found:
         there = existing(Path(retain.folder))
         if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
             yield error("plan.retain.folder", retain.folder, unusable(there), "Give a folder on each node's own disk.")
+
+
+def existing(folder: Path) -> Path:
+    """Return the folder, or its nearest parent that exists."""
+    folder = folder.absolute()
+    return next(one for one in (folder, *folder.parents) if one.exists())
+
+
+def unusable(there: Path) -> str:
+    """Return the reason why nothing can be written to a path."""
+    return f"{there} {'is not a folder' if not there.is_dir() else 'is not writable'}"
+
+
+class Activations(NamedTuple):
+    """Approximate bytes of activations that a rank keeps for backward."""
+
+    near: float
+    """On the device."""
+    far: float
+    """In the place of `plan.retain.blocks`, if it is not the device."""
+
+
+def activation_bytes(case: Case) -> Activations:
+    """Return the bytes of the worst rank's activations. With full recomputation, a rank keeps the inputs of all blocks and the activations
+    of one block. If activations are offloaded, three blocks or inputs are on the device: one computes, and two are being copied."""
+    assert case.model is not None
+    plan, model = case.plan, case.model
+    saved: float = sum(saved_numbers(block, model.dim) for block in model.blocks)
+    if packs(case.spec.precision, case.spec.train.precision) or plan.rounding:  # tried for many plans
+        saved -= sum(_spared_numbers(case, block, at) for at, block in enumerate(model.blocks))
+    inputs = model.dim * len(model.blocks) + saved / len(model.blocks) * plan.pipeline
+    nested = model.dim * len(model.blocks) ** 0.5 * 2 + saved / len(model.blocks) * plan.pipeline
+    numbers = {"full": min(inputs, saved), "sqrt": min(nested, saved)}.get(plan.recompute, saved)
+    in_flight = kind(plan.schedule).in_flight(plan.pipeline, max(1, case.spec.microbatches))
+    one = saved / len(model.blocks)
+    beside = {"full": 3 * model.dim, "sqrt": model.dim * (3 + len(model.blocks) ** 0.5)}.get(plan.recompute, 2 * one)
+    kept, moving = numbers * in_flight, min(numbers, (one + beside) * plan.pipeline)
+    away = plan.retain.share if plan.retain.blocks != "device" else 0.0  # if only parts of blocks leave, most stays on the device
+    tokens = case.spec.train.seq_len * plan.microbatch
+    each = tokens * PRECISIONS[case.spec.train.precision].compute.width / (plan.pipeline * plan.tensor * plan.context)
+    return Activations(each * (kept * (1 - away) + moving * (away > 0)), each * kept * away)
+
+
+def saved_numbers(block: BlockSpec, dim: int) -> int:
+    """Return approximately how many numbers a block keeps for backward per token, with fused kernels. A block keeps the inputs and outputs
+    of norms; attention's queries, keys, values and output; the outputs of Mamba-2's projections, recurrence and norm; and the MLP's gate,
+    up, activation(gate) and activation(gate) * up, for each expert that the token goes to."""
+    halves = bool(block.attention or block.mamba) + bool(block.mlp)
+    own = own_tensors(block, dim)  # for a user's own half, twice the outputs of its matrices are counted
+    saved = 2 * dim * halves + 2 * sum(each.shape[0] for half in own.values() for each in half if each.role == "matrix")
+    saved += 0 if "attention" in own else _saved_by_mixer(block)
+    return saved + (0 if "mlp" in own or block.mlp is None else _saved_by_mlp(block.mlp, dim))
+
+
+def _spared_numbers(case: Case, block: BlockSpec, number: int) -> float:
+    """Approximate memory per token that a block saves by keeping tensors in 8 bits: inputs of products and of activations, and attention's
+    tensors. The result is in numbers of the compute format, not in bytes."""
+    assert case.model is not None
+    choices, precision, spec, dim = case.spec.precision, case.spec.train.precision, case.spec, case.model.dim
+    kept, spared = PRECISIONS["fp8"], 0.0
+    left = (1 + SCALE_BYTES / (choices.tile or kept.tile)) / PRECISIONS[precision].compute.width
+    outside = number < choices.wide_first or number >= len(case.model.blocks) - choices.wide_last
+    if packs(choices, precision) and not outside and not own_tensors(block, dim):
+        spared += dim * (bool(block.attention) + bool(block.mlp)) * (1 - left)
+        if block.mlp is not None:
+            many, factors = _saved_by_mlp(block.mlp, dim), 3 / 4 if block.mlp.gated else 1
+            spared += many * (1 - factors * left)
+    if actions := spec.plan.rounding:
+        spared += (1 - left) * _compressed_numbers(block, dim, actions, packed=spared > 0)
+    return spared
+
+
+def _compressed_numbers(block: BlockSpec, dim: int, actions: Mapping[str, Action], *, packed: bool) -> float:
+    """Approximately how many numbers per token a block keeps in 8 bits because of the actions for its parts. `packed`: True if inputs of
+    products and factors of activations are kept in 8 bits anyway."""
+    norm = "attention_norm" if block.attention else "mamba_norm"
+    found: float = dim * (
+        compresses(actions, norm) * bool(block.attention or block.mamba) + compresses(actions, "mlp_norm") * bool(block.mlp)
+    )
+    if block.attention is not None:
+        found += _saved_by_mixer(block) * compresses(actions, "attention.core")
+    if packed or own_tensors(block, dim):
+        return found
+    mixer = "attention.q" if block.attention else "mamba.x"
+    found += dim * compresses(actions, mixer) * bool(block.attention or block.mamba)
+    if isinstance(block.mlp, MoeSpec):
+        found += dim * compresses(actions, "mlp.experts") + _saved_by_mlp(block.mlp, dim) * compresses(
+            actions, EXPERTS_ACTIVATION
+        )
+    elif block.mlp is not None:
+        found += dim * compresses(actions, "mlp.up") + _saved_by_mlp(block.mlp, dim) * compresses(actions, "mlp.down")
+    return found
+
+
+def _saved_by_mixer(block: BlockSpec) -> int:
+    attention, mamba = block.attention, block.mamba
+    if mamba:
+        return 4 * mamba.heads * mamba.head_dim + 2 * mamba.groups * mamba.state + mamba.heads
+    if isinstance(attention, AttentionSpec):
+        return 2 * (attention.heads + attention.kv_heads) * attention.head_dim
+    if attention is None:
+        return 0
+    attended = attention.heads * 2 * (attention.nope_dim + attention.rope_dim + attention.v_dim)
+    return attended + (attention.q_rank or 0) + attention.kv_rank
+
+
+def _saved_by_mlp(mlp: MlpSpec | MoeSpec, dim: int) -> int:
+    kept = 4 if mlp.gated else 2
+    if isinstance(mlp, MlpSpec):
+        return kept * mlp.hidden
+    return mlp.router.active * (kept * mlp.hidden + 2 * dim) + kept * mlp.shared

@@ -238,6 +238,7 @@ RULES: tuple[Rule, ...] = (
     Rule("retain", retain.parts_can_be_compressed),
     Rule("retain", retain.compressed_tiles_lie_inside_shards),
     Rule("memory", memory.state_fits),
+    Rule("memory", memory.hosts_hold_what_leaves_devices),
     Rule("memory", memory.optimizer_is_sharded),
     Rule("memory", memory.state_elsewhere_can_be_had),
     Rule("memory", memory.weights_elsewhere_are_gathered),

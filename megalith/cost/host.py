@@ -3,17 +3,10 @@ the cluster file's `HostSpec`. Figures of the host that a cluster file lacks, an
 assumed. No torch."""
 
 from megalith.cost.workload import Workload
-from megalith.spec.cluster import ClusterSpec
 from megalith.spec.numbers import PRECISIONS
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.sizes import model_parameters
 from megalith.spec.state import MASTER, bytes_each
-
-USABLE = 0.5
-"""Share of a host's memory that training state may take; data, checkpoints and copies of the state need the rest."""
-
-MEMORY = 256 * 2**30
-"""Bytes of host memory for each device: an eighth of the 2 TiB that a DGX A100, H100 or B200 has."""
 
 LINK = 25e9
 """Bytes/s between a device and its host's memory, over PCIe 4 x16, or over PCIe 5 x16 shared by two devices."""
@@ -32,23 +25,6 @@ for each device, at about 40 % of its 7 GB/s."""
 MIB = 1 << 20
 BUFFERS = 3
 """Number of chunks of state that are in memory at once."""
-
-
-def room(cluster: ClusterSpec) -> float:
-    """Return the bytes of host memory that the state of one device may take."""
-    memory = cluster.host.memory
-    return USABLE * (MEMORY if memory is None else memory / _devices(cluster))
-
-
-def room_on_disk(cluster: ClusterSpec) -> float | None:
-    """Return the bytes of disk that the state of one device may take; None if unknown."""
-    return None if cluster.host.disk is None else cluster.host.disk / _devices(cluster)
-
-
-def has_room(cluster: ClusterSpec, *, memory: float, disk: float) -> bool:
-    """True if a device's share of its host has room for these bytes in memory and on disk."""
-    most = room_on_disk(cluster)
-    return memory <= room(cluster) and (most is None or disk <= most)
 
 
 def held(workload: Workload, numbers: float) -> float:
@@ -76,7 +52,7 @@ def has_weights(workload: Workload) -> bool:
 
 def read_seconds(workload: Workload, numbers: float) -> float:
     """Return the seconds to read this number of master weights from the host or disk, for a gather."""
-    host, devices = workload.cluster.host, _devices(workload.cluster)
+    host, devices = workload.cluster.host, workload.cluster.host_devices
     disk = DISK if host.disk_bandwidth is None else host.disk_bandwidth / devices
     rate = disk if workload.plan.state.optimizer == "disk" else host.link or LINK
     return numbers * workload.plan.state.weights_away * bytes_each([MASTER]) / rate
@@ -85,7 +61,7 @@ def read_seconds(workload: Workload, numbers: float) -> float:
 def move_seconds(workload: Workload, size: float, for_disk: float) -> float:
     """Return the seconds to offload this many bytes of activations (`plan.retain`), or to fetch them back."""
     host = workload.cluster.host
-    disk = DISK if host.disk_bandwidth is None else host.disk_bandwidth / _devices(workload.cluster)
+    disk = DISK if host.disk_bandwidth is None else host.disk_bandwidth / workload.cluster.host_devices
     return max(size / (host.link or LINK), on_disk(workload, size, for_disk) / disk)
 
 
@@ -98,17 +74,12 @@ def on_disk(workload: Workload, size: float, for_disk: float) -> float:
 def seconds(workload: Workload, numbers: float) -> float:
     """Return the seconds to update this number of parameters on the host: gradients cross the link, and are written and read;
     state is read and written; weights are written, read, and cross the link."""
-    carried, host, devices = _carried(workload), workload.cluster.host, _devices(workload.cluster)
+    carried, host, devices = _carried(workload), workload.cluster.host, workload.cluster.host_devices
     rate = REACHED * (BANDWIDTH if host.memory_bandwidth is None else host.memory_bandwidth / devices)
     link, disk = host.link or LINK, DISK if host.disk_bandwidth is None else host.disk_bandwidth / devices
     if workload.plan.state.optimizer == "disk":  # read and write at the same time, and the update at the same time as both
         return numbers * max(workload.state_bytes / disk, 2 * (2 * workload.state_bytes + carried) / rate + carried / link)
     return numbers * (2 * (workload.state_bytes + carried) / rate + carried / link)
-
-
-def _devices(cluster: ClusterSpec) -> int:
-    """Return the number of devices of a host, or of the cluster if it is less than one host."""
-    return min(cluster.per_node, cluster.count)
 
 
 def _carried(workload: Workload) -> float:

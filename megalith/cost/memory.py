@@ -186,7 +186,7 @@ def fits(workload: Workload, held: Memory, overheads: SoftwareOverheads, *, more
     cluster = workload.cluster
     limit = cluster.accelerator.memory
     near = limit is None or (held.total + more) * (1 + overheads.slack) <= limit
-    return near and host.has_room(cluster, memory=held.host, disk=held.disk)
+    return near and cluster.has_room(memory=held.host, disk=held.disk)
 
 
 def by_rank(workload: Workload, parts: Parts, overheads: SoftwareOverheads, ranks: Iterable[int] | None = None) -> list[Memory]:

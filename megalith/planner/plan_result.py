@@ -7,7 +7,6 @@ from importlib.metadata import version
 from typing import Any
 
 from megalith.check.software import COMPILES
-from megalith.cost import host
 from megalith.cost.constants import calibration
 from megalith.cost.estimate import Estimate
 from megalith.cost.memory import Memory
@@ -108,7 +107,7 @@ class PlanResult:
             "assumption": self.assumption,
             "sure": self.confidence.to_json(),
             "spare": headroom(),
-            "host_memory": host.room(cluster),
+            "host_memory": cluster.host_room,
             "notes": list(request.notes),
             **found,
             "own": None if self.own is None else self.own.to_json() | self._said(self.own),
@@ -390,7 +389,7 @@ def _nothing(request: ResolvedRequest, found: SearchResult, scorer: Scorer) -> l
     parts = ", ".join(
         f"{key} {value / 2**30:.1f}" for key, value in sorted(kinds.items(), key=lambda item: -item[1]) if value > 2**26
     )
-    room = f"{host.room(request.cluster) / 2**30:.0f} GiB a device"
+    room = f"{request.cluster.host_room / 2**30:.0f} GiB a device"
     away = f", nor with state and activations in host memory ({room}) or on disk" if space_of(request).offload else ""
     reason = (
         f"nothing fits{away}: of {found.looked_at:,} plans, the one with the least memory ({short(found.closest.plan)}, recompute "

@@ -8,7 +8,6 @@ from math import inf
 from rich.markup import escape
 from rich.table import Table
 
-from megalith.cost import host
 from megalith.cost.across import GOOD, INTERVALS, Across
 from megalith.cost.doubt import Interval
 from megalith.cost.estimate import Estimate
@@ -227,7 +226,7 @@ def _offloaded(found: PlanResult) -> str:
     freed = any(choice is not None and choice.plan.state.release for choice in shown)
     made = any(choice is not None and choice.plan.state.weights != "device" for choice in shown)
     return (
-        f"\no: % of the optimizer's state offloaded to host memory (at most {host.room(cluster) / GIB:.0f} GiB a device{said}), "
+        f"\no: % of the optimizer's state offloaded to host memory (at most {cluster.host_room / GIB:.0f} GiB a device{said}), "
         f"and updated there; a: % of the blocks whose activations are kept there; disk: kept on disk instead"
         f"{'; released: the backward frees gradients, and a clipped step is computed twice' * freed}"
         f"{'; weights: computed from the offloaded state at each gather' * made}. "

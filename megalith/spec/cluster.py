@@ -102,9 +102,16 @@ class Measured(Spec):
     )
 
 
+USABLE = 0.5
+"""Share of a host's memory that training state may take; data, checkpoints and copies of the state need the rest."""
+
+HOST_MEMORY = 256 * 2**30
+"""Bytes of host memory for each device, if a cluster file has none: an eighth of the 2 TiB that a DGX A100, H100 or B200 has."""
+
+
 class HostSpec(Spec):
-    """Memory, links and disks of one host of a cluster, which its devices share. If a key is None, `cost.host` assumes a figure
-    for each device."""
+    """Memory, links and disks of one host of a cluster, which its devices share. If a key is None, `HOST_MEMORY` and `cost.host` are
+    the figures assumed for each device."""
 
     memory: PositiveInt | None = Field(
         default=None, description="bytes of the host's memory; training state may take half of them"
@@ -164,6 +171,26 @@ class ClusterSpec(Spec):
     def nodes(self) -> int:
         """The number of hosts; the last one may have fewer devices than the others."""
         return -(-self.count // self.per_node)
+
+    @property
+    def host_devices(self) -> int:
+        """The number of devices of a host, or of the cluster if it is less than one host."""
+        return min(self.per_node, self.count)
+
+    @property
+    def host_room(self) -> float:
+        """Bytes of host memory that the state of one device may take."""
+        return USABLE * (HOST_MEMORY if self.host.memory is None else self.host.memory / self.host_devices)
+
+    @property
+    def disk_room(self) -> float | None:
+        """Bytes of disk that the state of one device may take; None if unknown."""
+        return None if self.host.disk is None else self.host.disk / self.host_devices
+
+    def has_room(self, *, memory: float, disk: float) -> bool:
+        """True if a device's share of its host has room for these bytes in memory and on disk."""
+        most = self.disk_room
+        return memory <= self.host_room and (most is None or disk <= most)
 
     @property
     def machine(self) -> str:

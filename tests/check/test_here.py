@@ -103,6 +103,23 @@ def test_the_state_on_a_machine_is_that_of_its_own_ranks():
     assert "model.name" in [problem.key for problem in check_here(run, small, severity="error")]
 
 
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        (["model.preset=llama3.1-8b", "plan.state.optimizer=host"], "plan.state.optimizer"),
+        (["model.preset=llama3.2-1b", "plan.retain.blocks=host", "train.seq_len=32768"], "plan.retain.blocks"),
+    ],
+)
+def test_what_leaves_gpus_is_compared_with_the_memory_of_the_machine(settings: list[str], key: str):
+    """8 billion parameters take 18 bytes each, and each of eight ranks keeps its own share of them, or its own activations."""
+    settings = [*settings, "train.precision=bf16", "plan.data=8"]
+    small = Machine(processors=64, memory=128 * GIB, gpus=8, gpu_memory=80 * GIB)
+    assert short(SERVER, *settings) == []
+    (problem,) = short(small, *settings)
+    assert (problem.severity, problem.key) == ("error", key)
+    assert "8 ranks on this machine" in problem.reason and "this machine has 128.0 GiB" in problem.reason
+
+
 @pytest.mark.parametrize("severity", ["advice", "error"])
 def test_more_ranks_than_processors_are_never_an_error(severity: Severity):
     (problem,) = short(LAPTOP, "plan.data=64", severity=severity)

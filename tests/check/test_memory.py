@@ -8,8 +8,9 @@ import pytest
 
 from megalith.check import check
 from megalith.check.case import Case, format_bytes
-from megalith.check.memory import _saved_numbers, activation_bytes, disk_bytes
+from megalith.check.memory import disk_bytes
 from megalith.check.remedies import changed_by, cheapest
+from megalith.check.retain import activation_bytes, saved_numbers
 from megalith.cost.parts import parts
 from megalith.cost.predicted import predict, workload_of
 from megalith.cost.workload import Workload
@@ -246,7 +247,7 @@ def test_the_activations_counted_are_about_those_that_a_trace_finds(preset: str)
     model = presets()[preset].build().build()
     traced = parts(Workload(model, Plan(), load("h100:1"), seq_len=512, global_batch=1))
     for block, profile in zip(model.blocks, traced.blocks, strict=True):
-        counted = 2 * 512 * _saved_numbers(block, model.dim)
+        counted = 2 * 512 * saved_numbers(block, model.dim)
         assert 0.7 < profile.saved / counted < 1.05
 
 
@@ -265,7 +266,7 @@ def test_what_8_bits_spare_is_near_to_what_is_traced(preset: str):
     named = [{"mlp": "compress"}, {"attend": "compress"}, {"attend": "compress", "mlp": "compress"}]
     others = [case("plan.retain.parts=" + literal(one)) for one in named]
     saved = [parts(workload_of(one.spec)).blocks[0].saved for one in (wide, kept, both, *others)]
-    counted = [activation_bytes(one) for one in (wide, kept, both, *others)]
+    counted = [activation_bytes(one).near for one in (wide, kept, both, *others)]
     for traced, rough in zip(saved, counted, strict=True):
         assert rough / counted[0] == pytest.approx(traced / saved[0], abs=0.1)
     assert counted[:3] == sorted(counted[:3], reverse=True) and len(set(counted[:3])) == 3
@@ -350,3 +351,48 @@ def test_state_elsewhere_leaves_its_room_on_the_device() -> None:
     run = ["cluster=h100", "model.preset=llama3-8b", "train.precision=bf16", "train.seq_len=8192"]
     assert "plan.zero" in [problem.key for problem in errors(*run)]
     assert not errors(*run, "plan.state.optimizer=host")
+
+
+SMALL_HOST = """
+count = 1
+per_node = 1
+[accelerator]
+name = "made-up"
+title = "made up"
+vendor = "any"
+device_names = ["made up"]
+peak = { bf16 = 989e12, fp32 = 67e12 }
+memory = 85_899_345_920
+per_node = 1
+source = { peak = "made up", memory = "made up" }
+[host]
+memory = 17_179_869_184
+disk = 10_737_418_240
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "said"),
+    [
+        (["plan.state.optimizer=host"], "plan.state.optimizer", "134.6 GiB a rank, but training state may take 8.0 GiB, half of"),
+        (["plan.state.optimizer=disk"], "plan.state.optimizer", "a rank, but training state may take 10.0 GiB, a device's share"),
+        (
+            ["plan.retain.blocks=host", "train.seq_len=131072"],
+            "plan.retain.blocks",
+            "a rank, but training state may take 8.0 GiB",
+        ),
+    ],
+)
+def test_a_host_of_the_cluster_that_is_too_small_is_named(tmp_path: Path, settings: list[str], key: str, said: str) -> None:
+    """No change is named that needs more of the host or of its disk than they have."""
+    (tmp_path / "small.toml").write_text(SMALL_HOST)
+    run = [f'cluster="{tmp_path / "small.toml"}"', "model.preset=llama3.1-8b", *LARGE, *settings]
+    named = {problem.key: str(problem) for problem in errors(*run)}
+    assert said in named[key]
+    assert not any(f'= "{place}"' in text.partition("The cheapest")[2] for text in named.values() for place in ("host", "disk"))
+
+
+def test_a_host_that_is_assumed_is_advice() -> None:
+    run = ["cluster=h100", "model.preset=llama2-13b", *LARGE, "plan.state.optimizer=host"]
+    assert not errors(*run)
+    assert "half of the 256.0 GiB assumed" in next(p.reason for p in found(*run) if p.key == "plan.state.optimizer")

@@ -38,9 +38,9 @@ def test_devices_share_a_host_with_as_many_as_there_are():
     """A cluster of two devices whose hosts usually have eight."""
     gib, spec = 2**30, HostSpec(memory=64 * 2**30, disk=800 * 2**30, memory_bandwidth=100e9, disk_bandwidth=4e9)
     two = clusters.load("h100:2").model_copy(update={"host": spec})
-    assert (two.per_node, host.room(two), host.room_on_disk(two)) == (8, 16 * gib, 400 * gib)
+    assert (two.per_node, two.host_room, two.disk_room) == (8, 16 * gib, 400 * gib)
     full = clusters.load("h100:16").model_copy(update={"host": spec})
-    assert (host.room(full), host.room_on_disk(full)) == (4 * gib, 100 * gib)
+    assert (full.host_room, full.disk_room) == (4 * gib, 100 * gib)
     for state in (StateSpec(optimizer="host"), StateSpec(optimizer="disk")):
         made = workload(dense(), Plan(state=state))
         seconds = [host.seconds(replace(made, cluster=two.model_copy(update={"count": count})), 1e9) for count in (1, 2, 8, 16)]

@@ -21,7 +21,7 @@ from megalith.parallel.data import local
 from megalith.parallel.groups import Groups
 from megalith.planner.candidates import offloaded
 from megalith.prove.fake import groups_of
-from megalith.spec.cluster import HostSpec
+from megalith.spec.cluster import USABLE, HostSpec
 from megalith.spec.model import MoeSpec, MtpSpec
 from megalith.spec.plan import Plan, StateSpec
 from megalith.spec.run import OptimizerSpec
@@ -251,7 +251,7 @@ def test_a_full_host_does_not_fit():
     found = memory(load, parts(load), OVERHEADS)
     assert fits(load, found, OVERHEADS)
     for room, enough in ((found.host, True), (found.host - 1, False)):
-        assert fits(_on(load, memory=int(room / host.USABLE)), found, OVERHEADS) == enough
+        assert fits(_on(load, memory=int(room / USABLE)), found, OVERHEADS) == enough
 
 
 def test_a_full_disk_does_not_fit():
@@ -261,7 +261,7 @@ def test_a_full_disk_does_not_fit():
     for room, enough in ((int(found.disk) + 1, True), (int(found.disk) - 1, False)):
         assert fits(_on(load, disk=room), found, OVERHEADS) == enough
     for room, enough in ((found.host, True), (found.host - 1, False)):
-        assert fits(_on(load, memory=int(room / host.USABLE)), found, OVERHEADS) == enough
+        assert fits(_on(load, memory=int(room / USABLE)), found, OVERHEADS) == enough
 
 
 def test_an_update_elsewhere_takes_what_the_host_of_the_cluster_file_takes():

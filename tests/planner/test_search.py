@@ -8,7 +8,6 @@ from megalith.check import check
 from megalith.cost import released
 from megalith.cost.constants import calibration
 from megalith.cost.estimate import estimate
-from megalith.cost.host import USABLE
 from megalith.cost.parts import parts
 from megalith.cost.workload import Workload
 from megalith.planner.candidates import Space, candidates, finer, is_ring, offloaded, segmented
@@ -17,7 +16,7 @@ from megalith.planner.plan_result import short
 from megalith.planner.search import Scorer, assumed, search
 from megalith.planner.training import training
 from megalith.spec import cluster as clusters
-from megalith.spec.cluster import HostSpec
+from megalith.spec.cluster import USABLE, HostSpec
 from megalith.spec.plan import Plan, RetainSpec, StateSpec
 from tests.cost.models import DIM, dense, mixture
 from tests.specs import tiny_run
