@@ -10,7 +10,7 @@ from megalith.check.remedies import cheapest
 from megalith.machine.capacity import Machine
 from megalith.spec.base import AbsentError
 from megalith.spec.cluster import CALIBRATE
-from megalith.spec.plan import StateSpec
+from megalith.spec.plan import RetainSpec, StateSpec
 from megalith.spec.problem import Problem, Severity
 from megalith.spec.run import RunSpec
 
@@ -107,26 +107,24 @@ def memory_holds_the_state(here: Here) -> Found:
     if case.model is None or case.plan.data % case.plan.replicate:
         return
     if here.on_gpus:
-        plan, ranks = case.plan, 1
-        held, limit, where = float(state_bytes(case, plan)), machine.gpu_memory, "each GPU of this machine"
-        whose = "of weights, gradients and moments a rank"
+        held, limit, where = float(state_bytes(case, case.plan)), machine.gpu_memory, "each GPU of this machine"
+        ranks, whose = 1, "of weights, gradients and moments a rank"
     elif here.on_gpus is False:
-        plan = case.plan if case.plan.state.optimizer == "disk" else case.plan.model_copy(update={"state": StateSpec()})
-        ranks = here.ranks
-        held, limit, where = total_state_bytes(case, plan) * here.ranks / plan.ranks, machine.memory, machine.memory_of
-        whose = f"of weights, gradients and moments for {_counted(here.ranks, 'rank')} on this machine"
+        ranks, limit, where = here.ranks, machine.memory, machine.memory_of
+        held = total_state_bytes(case, _beside(case.spec).plan) * ranks / case.plan.ranks
+        whose = f"of weights, gradients and moments for {_counted(ranks, 'rank')} on this machine"
     else:
         return
     if held > limit:
         reason = f"keeps at least {format_bytes(held)} {whose}, but {where} has {format_bytes(limit)}"
 
         def fits(changed: RunSpec) -> bool:
-            other = replace(case, spec=changed)
+            other = replace(case, spec=changed if here.on_gpus else _beside(changed))
             return ranks * rank_bytes(other) <= ROOM * limit and not (
                 here.on_gpus and _outside(replace(here, case=other)) > machine.memory
             )
 
-        way_out = cheapest(case.spec.model_copy(update={"plan": plan}), fits, host=here.on_gpus is not False)
+        way_out = cheapest(case.spec, fits, host=here.on_gpus is not False)
         or_use = "Or use" if way_out else "Use"
         yield error(
             "model.name",
@@ -134,6 +132,14 @@ def memory_holds_the_state(here: Here) -> Found:
             reason,
             f"{way_out}{or_use} a smaller model, or more machines with torchrun or srun.",
         )
+
+
+def _beside(spec: RunSpec) -> RunSpec:
+    """Return the run with the host's state and activations on the device: where ranks compute on processors, both share one memory."""
+    plan = spec.plan
+    state = StateSpec() if plan.state.optimizer == "host" else plan.state
+    retain = RetainSpec(parts=plan.retain.parts) if plan.retain.blocks == "host" else plan.retain
+    return spec.model_copy(update={"plan": plan.model_copy(update={"state": state, "retain": retain})})
 
 
 def memory_holds_what_leaves_gpus(here: Here) -> Found:

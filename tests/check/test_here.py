@@ -72,13 +72,30 @@ def test_a_state_that_memory_cannot_hold_is_named(machine: Machine, settings: li
     assert f"but {where} has" in problems[0].reason
 
 
-def test_the_cheapest_change_with_which_a_model_fits_this_machine_is_named_and_fits():
+@pytest.mark.parametrize(
+    ("size", "settings"),
+    [
+        (16, ["model.preset=llama-1b", "train.global_batch=1"]),
+        (
+            8,
+            [
+                "model.preset=llama3.2-1b",
+                "train.global_batch=2",
+                "plan.zero=3",
+                "plan.state.optimizer=host",
+                "plan.state.weights=host",
+            ],
+        ),
+    ],
+)
+def test_the_cheapest_change_with_which_a_model_fits_this_machine_is_named_and_fits(size: int, settings: list[str]):
     """Host memory is this machine's own, so state on the host saves nothing."""
-    laptop, settings = Machine(2, 16 * GIB), ["model.preset=llama-1b", "train.precision=bf16", "train.global_batch=1"]
+    laptop, settings = Machine(2, size * GIB), [*settings, "train.precision=bf16"]
     (problem,) = (one for one in short(laptop, *settings) if one.key == "model.name")
     first = problem.way_out.partition("The cheapest change that fits: ")[2].partition(". Or use")[0].partition(" (")[0]
     changed = [word.replace(" = ", "=") for word in re.split(", | and ", first)]
     assert changed and "host" not in first
+    assert not [one for one in check(spec(*settings, *changed), files=False) if one.severity == "error"]
     assert [one for one in short(laptop, *settings, *changed) if one.key == "model.name"] == []
 
 
