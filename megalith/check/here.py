@@ -1,12 +1,15 @@
 """Resources that one machine lacks for a run: devices, memory, processors. The run itself may suit other machines."""
 
+import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from megalith.check.case import Case, Found, advice, error, format_bytes
-from megalith.check.memory import ROOM, outside_bytes, rank_bytes, state_bytes, total_state_bytes
+from megalith.check.memory import ROOM, outside_bytes, rank_bytes, state_bytes, state_on_disk, total_state_bytes
 from megalith.check.remedies import cheapest
+from megalith.check.retain import FREE_SPACE, files_in, kept_on_disk
 from megalith.machine.capacity import Machine
 from megalith.spec.base import AbsentError
 from megalith.spec.cluster import CALIBRATE
@@ -59,19 +62,15 @@ def check_here(
     severity: Severity = "advice",
     provenance: Mapping[str, str] | None = None,
     processor: str = "",
+    folder: Path | None = None,
 ) -> list[Problem]:
     """Return a problem for each resource that `machine` lacks for the ranks that would start on it; with `severity` = "advice", all of them
     are advice.
-    `processor`: name of the machine's processor, which is compared with the processor of measured figures."""
-    here = Here(Case(spec, None, files=False), machine, count, processor)
+    `processor`: name of the machine's processor, which is compared with the processor of measured figures. `folder`: the run folder; None:
+    the current directory stands for it."""
+    here = Here(Case(spec, None, files=False, folder=folder), machine, count, processor)
     found: list[Problem] = []
-    for rule in (
-        devices_are_here,
-        memory_holds_the_state,
-        memory_holds_what_leaves_gpus,
-        processors_run_the_ranks,
-        figures_are_of_this_machine,
-    ):
+    for rule in RULES:
         with suppress(AbsentError):
             found += rule(here)
     origins = provenance or {}
@@ -154,6 +153,27 @@ def memory_holds_what_leaves_gpus(here: Here) -> Found:
         yield error(key, "host", reason, 'Use "disk", or more machines with torchrun or srun.')
 
 
+def disks_hold_what_leaves_the_ranks(here: Here) -> Found:
+    """The disk holds the files of all ranks of this machine; `check` compares those of one rank."""
+    case, plan = here.case, here.case.plan
+    if case.model is None or plan.data % plan.replicate:
+        return
+    for key, folder, least in (
+        ("plan.state.folder", plan.state.folder, state_on_disk(case)),
+        ("plan.retain.folder", plan.retain.folder, kept_on_disk(case)),
+    ):
+        there = files_in(case, folder)
+        free = shutil.disk_usage(there).free
+        if least <= free < here.ranks * least:
+            ranks = _counted(here.ranks, "rank")
+            needs, has = (
+                f"{format_bytes(here.ranks * least)} for {ranks} on this machine",
+                f"{there} has {format_bytes(free)} free",
+            )
+            reason = f"needs at least {needs}, but {has}"
+            yield error(key, folder, reason, FREE_SPACE)
+
+
 def _outside(here: Here) -> float:
     """Return the bytes of this machine's memory that its ranks need beside their GPUs."""
     return here.ranks * outside_bytes(here.case).memory
@@ -192,3 +212,13 @@ def figures_are_of_this_machine(here: Here) -> Found:
 
 def _counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+RULES: tuple[Callable[[Here], Found], ...] = (
+    devices_are_here,
+    memory_holds_the_state,
+    memory_holds_what_leaves_gpus,
+    disks_hold_what_leaves_the_ranks,
+    processors_run_the_ranks,
+    figures_are_of_this_machine,
+)

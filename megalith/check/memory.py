@@ -1,14 +1,12 @@
 """Rules about a device's memory: state, activations and recomputation."""
 
-import os
 import shutil
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 from megalith.check.case import Case, Found, advice, error, format_bytes
 from megalith.check.remedies import cheapest
-from megalith.check.retain import activation_bytes, existing, saved_numbers, unusable
+from megalith.check.retain import FREE_SPACE, activation_bytes, files_in, saved_numbers, unusable
 from megalith.mesh import Mesh
 from megalith.schedule.table import kind
 from megalith.spec.cluster import HOST_MEMORY, ClusterSpec
@@ -225,24 +223,23 @@ def disk_takes_the_state(case: Case) -> Found:
         yield advice("plan.state.optimizer", state.optimizer, reason, way_out)
     if not case.files or case.model is None or case.plan.data % case.plan.replicate:
         return
-    there = existing(Path(state.folder or "."))
-    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+    there = files_in(case, state.folder)
+    if unusable(there):
         yield error("plan.state.folder", state.folder, unusable(there), "Give a folder on each node's own disk.")
         return
     slot, free = disk_bytes(case, case.plan), shutil.disk_usage(there).free
-    building = slot / state.share * bytes_each([MASTER]) / bytes_each(_elsewhere(case)) if state.weights_away and slot else 0
-    has, way_out = f"but {there} has {format_bytes(free)} free", "Free space on this disk, or name a folder on another disk."
+    has = f"but {there} has {format_bytes(free)} free"
     saved = 0 if not case.spec.checkpoint.every else 1 if state.folder else 1 + kept(case.spec)
-    if (least := PAIR * slot + building) > free:
-        files = "two files of its state" + (", and for its master weights while the model is built" if building else "")
+    if (least := state_on_disk(case)) > free:
+        files = "two files of its state" + (", and for its master weights while the model is built" if state.weights_away else "")
         reason = f"needs at least {format_bytes(least)} a rank for {files}, {has}"
-        yield error("plan.state.folder", state.folder, reason, way_out)
+        yield error("plan.state.folder", state.folder, reason, FREE_SPACE)
     elif (PAIR + saved) * slot > free:
         reason = (
             f"needs at least {format_bytes((PAIR + saved) * slot)} a rank for state files, including those of checkpoints, {has}"
         )
         yield advice(
-            "plan.state.folder", state.folder, reason, f"{way_out} Without enough free space, a save fails or training waits."
+            "plan.state.folder", state.folder, reason, f"{FREE_SPACE} Without enough free space, a save fails or training waits."
         )
 
 
@@ -297,6 +294,12 @@ def disk_bytes(case: Case, plan: Plan) -> int:
     places = max(1, plan.pipeline // plan.sides)
     numbers = plan.state.away * _own_numbers(plan, case.parameters) / places
     return int(bytes_each(_elsewhere(case)) * numbers) if plan.state.optimizer == "disk" else 0
+
+
+def state_on_disk(case: Case) -> float:
+    """Lower bound of the bytes that a rank writes for its state on disk: two files, and one for master weights while the model is built."""
+    state, slot = case.plan.state, disk_bytes(case, case.plan)
+    return slot and slot * (PAIR + bool(state.weights_away) / state.share * bytes_each([MASTER]) / bytes_each(_elsewhere(case)))
 
 
 def _own_numbers(plan: Plan, count: Count) -> float:

@@ -1,11 +1,12 @@
 """Rules about the tensors that blocks keep for their backward, and the actions for parts of blocks."""
 
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from megalith.check.case import Case, Found, advice, error
+from megalith.check.case import Case, Found, advice, error, format_bytes
 from megalith.check.cuts import Cut, tiles_across_ranks
 from megalith.check.packed import INPUTS
 from megalith.schedule.table import kind
@@ -169,10 +170,27 @@ def kept_tensors_can_leave(case: Case) -> Found:
         yield advice(
             "plan.retain.folder", retain.folder, "has no effect if no activations are offloaded to disk", "Leave it out."
         )
-    if "disk" in retain.places and case.files and retain.folder:
-        there = existing(Path(retain.folder))
-        if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+    if "disk" in retain.places and case.files:
+        there, size = files_in(case, retain.folder), kept_on_disk(case)
+        if unusable(there):
             yield error("plan.retain.folder", retain.folder, unusable(there), "Give a folder on each node's own disk.")
+        elif size > (free := shutil.disk_usage(there).free):
+            reason = f"needs about {format_bytes(size)} a rank for activations, but {there} has {format_bytes(free)} free"
+            yield error("plan.retain.folder", retain.folder, reason, FREE_SPACE)
+
+
+FREE_SPACE = "Free space on this disk, or name a folder on another disk."
+
+
+def kept_on_disk(case: Case) -> float:
+    """Return about how many bytes of activations a rank keeps on disk; those of parts of blocks are not counted."""
+    return activation_bytes(case).far if case.model is not None and case.plan.retain.blocks == "disk" else 0.0
+
+
+def files_in(case: Case, folder: str) -> Path:
+    """Return the folder for a rank's files on disk, or its nearest parent that exists. `folder`: the folder that the plan names; "" means
+    the run folder."""
+    return existing(Path(folder) if folder else case.folder or Path())
 
 
 def existing(folder: Path) -> Path:
@@ -182,8 +200,10 @@ def existing(folder: Path) -> Path:
 
 
 def unusable(there: Path) -> str:
-    """Return the reason why nothing can be written to a path."""
-    return f"{there} {'is not a folder' if not there.is_dir() else 'is not writable'}"
+    """Return the reason why nothing can be written to a path; empty if there is none."""
+    if not there.is_dir():
+        return f"{there} is not a folder"
+    return "" if os.access(there, os.W_OK | os.X_OK) else f"{there} is not writable"
 
 
 class Activations(NamedTuple):

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from megalith.check import (
@@ -53,15 +54,16 @@ def check(
     begun: bool = False,
     provenance: Mapping[str, str] | None = None,
     remedies: bool = True,
+    folder: Path | None = None,
 ) -> list[Problem]:
     """Return every problem of a run, errors first. An empty list means that the run can start and follows common practice.
 
     `world` is the number of ranks that were started, if known. With `files=False` no rule reads files. A run that has `begun` resumes
     from its own checkpoints. `provenance` (from `spec.files`) names the source of each value. With `remedies=False` no rule searches for
-    changes with which the run fits. If the spec lacks values (`spec.files.read`), each rule reports only the problems that it finds
-    without the missing values.
+    changes with which the run fits. `folder` is the run folder (None: the current directory), in which files of state and activations are
+    by default. If the spec lacks values (`spec.files.read`), each rule reports only the problems that it finds without the missing values.
     """
-    case = Case(spec, world, files, begun, remedies)
+    case = Case(spec, world, files, begun, remedies, folder)
     found = found_by(case)
     found += _of_later_phases(case, found)
     origins = provenance or {}

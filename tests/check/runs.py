@@ -1,5 +1,10 @@
 """A small run without problems, with some values changed."""
 
+import shutil
+from pathlib import Path
+
+import pytest
+
 from megalith.check import Problem, check
 from megalith.spec.files import Layer, read_setting, resolve
 from megalith.spec.run import RunSpec
@@ -43,3 +48,13 @@ def is_named(settings: list[str], key: str, said: str) -> None:
     problems = errors(*settings)
     assert key in [problem.key for problem in problems]
     assert any(said in str(problem) for problem in problems if problem.key == key), [*map(str, problems)]
+
+
+def is_small(folder: Path, monkeypatch: pytest.MonkeyPatch, free: int = 1 << 20) -> None:
+    """Let the disk of a folder have little space, and every other disk plenty."""
+    real = shutil.disk_usage("/")
+
+    def usage(path: Path) -> object:
+        return real._replace(free=free if Path(path).is_relative_to(folder) else 1 << 60)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from megalith.check import Problem, check, check_here, node_ranks
+from megalith.check import Case, Problem, check, check_here, node_ranks
+from megalith.check.memory import state_on_disk
 from megalith.machine.capacity import Machine
 from megalith.spec.problem import Severity
-from tests.check.runs import spec
+from tests.check.runs import is_small, spec
 
 GIB = 2.0**30
 LAPTOP = Machine(processors=2, memory=23 * GIB)
@@ -135,6 +136,16 @@ def test_what_leaves_gpus_is_compared_with_the_memory_of_the_machine(settings: l
     (problem,) = short(small, *settings)
     assert (problem.severity, problem.key) == ("error", key)
     assert "8 ranks on this machine" in problem.reason and "this machine has 128.0 GiB" in problem.reason
+
+
+def test_a_disk_holds_the_files_of_all_ranks_that_start_on_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    settings = ["plan.state.optimizer=disk", "plan.data=8", "plan.zero=0"]
+    one = state_on_disk(Case(spec(*settings), None, files=False))
+    is_small(tmp_path, monkeypatch, free=int(7.5 * one))
+    (problem,) = check_here(spec(*settings), SERVER, severity="error", folder=tmp_path / "run")
+    assert (problem.severity, problem.key) == ("error", "plan.state.folder")
+    assert f"for 8 ranks on this machine, but {tmp_path} has" in problem.reason
+    assert check_here(spec(*settings), SERVER, severity="error", folder=tmp_path / "run", count=lambda run: 4) == []
 
 
 @pytest.mark.parametrize("severity", ["advice", "error"])

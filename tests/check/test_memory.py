@@ -18,7 +18,7 @@ from megalith.spec.cluster import load
 from megalith.spec.plan import Plan
 from megalith.spec.presets import presets
 from megalith.spec.toml import literal
-from tests.check.runs import HYBRID, advice, errors, found, is_named, spec
+from tests.check.runs import HYBRID, advice, errors, found, is_named, is_small, spec
 
 RELEASED = ["plan.state.optimizer=disk", "plan.state.release=true", "train.precision=bf16", "train.global_batch=1"]
 """Settings with which gradients can be released."""
@@ -302,6 +302,25 @@ def test_a_folder_that_cannot_hold_the_state_is_named(tmp_path: Path, monkeypatc
     full = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
     assert f"but {tmp_path} has 1.0 MiB free" in _said_of_the_folder(*settings, f"plan.state.folder={tmp_path}/new")
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [(["plan.state.optimizer=disk"], "plan.state.folder"), (["plan.retain.blocks=disk"], "plan.retain.folder")],
+)
+def test_the_disk_that_counts_is_that_of_the_run_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: list[str], key: str
+) -> None:
+    """The run folder need not exist yet. Activations on disk need space too."""
+    small, large, run = tmp_path / "small", tmp_path / "large", spec(*settings, "model.layers=64", "train.seq_len=128")
+    small.mkdir()
+    is_small(small, monkeypatch)
+    for here in (small, tmp_path):
+        monkeypatch.chdir(here)
+        assert key in [problem.key for problem in check(run, folder=small / "run") if problem.severity == "error"]
+        assert key not in [problem.key for problem in check(run, folder=large / "run")]
+    monkeypatch.chdir(small)
+    assert key in [problem.key for problem in check(run)]
 
 
 @pytest.mark.parametrize(

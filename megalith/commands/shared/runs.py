@@ -83,12 +83,15 @@ def check(
     reading = files.read(request.file, overrides=request.overrides, saved=request.saved)
     resolved = reading.resolved
     named = request.run_dir is not None or hasattr(resolved.spec, "name")
-    begun = look and named and bool(committed(of_run(request.folder(resolved.spec))))
-    if begun and not reading.problems:
-        resolved = _with_old_defaults(resolved, request.folder(resolved.spec))
+    folder = request.folder(resolved.spec) if named else None
+    begun = look and folder is not None and bool(committed(of_run(folder)))
+    if begun and folder is not None and not reading.problems:
+        resolved = _with_old_defaults(resolved, folder)
     unfit, sources = admit_parts(resolved.spec, resolved.provenance)
     resolved = replace(resolved, provenance=resolved.provenance | sources)
-    found = unfit + find_problems(resolved.spec, world=world, files=look, begun=begun, provenance=resolved.provenance)
+    found = unfit + find_problems(
+        resolved.spec, world=world, files=look, begun=begun, provenance=resolved.provenance, folder=folder
+    )
     short = (
         []
         if here is None
@@ -99,6 +102,7 @@ def check(
             severity=here,
             provenance=resolved.provenance,
             processor=processor()[0],
+            folder=folder,
         )
     )
     found = sorted([*found, *short], key=lambda problem: problem.severity != "error")

@@ -18,6 +18,7 @@ from megalith.spec.fleet import FleetSpec
 from megalith.spec.plan import Plan
 from megalith.spec.problem import SpecErrors
 from megalith.spec.run import DataSpec, OptimizerSpec, TrainSpec
+from tests.check.runs import is_small
 from tests.commands.calling import RUN
 
 FOUR_KINDS = """
@@ -52,6 +53,20 @@ def test_nothing_is_said_of_defaults_that_stand_for_what_is_faulty(run: Path, se
     with pytest.raises(SpecErrors) as caught:
         check(RunRequest(run, settings), world=2)
     assert [problem.key for problem in caught.value.problems] == [settings[0].partition("=")[0]]
+
+
+def test_the_disk_of_the_run_folder_counts_for_all_ranks(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run.write_text(RUN)
+    (small := tmp_path / "small").mkdir()
+    settings = ["plan.state.optimizer=disk", "plan.data=4", "plan.zero=0"]
+    is_small(small, monkeypatch, free=1 << 20)
+    for at, refused in ((small, True), (tmp_path, False)):
+        found = check(RunRequest(run, settings, at / "run"), look=True).errors
+        assert ("plan.state.folder" in [problem.key for problem in found]) == refused
+    is_small(small, monkeypatch, free=40 << 20)
+    assert check(RunRequest(run, settings, small / "run")).errors == []
+    told = check(RunRequest(run, settings, small / "run"), here="error").errors
+    assert "plan.state.folder" in [problem.key for problem in told]
 
 
 FAULTS = [
