@@ -75,7 +75,10 @@ def blocks_lie_inside_shards(case: Case) -> Found:
     if case.model is None or case.plan.data % case.plan.replicate:
         return
     block, seen = case.spec.optimizer.moment_block, set[tuple[str, int]]()
-    for found in crossings(case.model, case.plan, case.spec.optimizer):
+    every = list(crossings(case.model, case.plan, case.spec.optimizer))
+    fits = gcd(block, *(found.share for found in every))  # shares of whole blocks consist of whole smaller blocks too
+    smaller = f"Use optimizer.moment_block = {fits}, or " if fits > 1 else "Use "
+    for found in every:
         if (found.axis, found.numbers) in seen:
             continue
         seen.add((found.axis, found.numbers))
@@ -83,8 +86,6 @@ def blocks_lie_inside_shards(case: Case) -> Found:
             f"leaves a rank {found.share} of the {found.numbers} numbers in a row of {found.name}, which is not a multiple of "
             f"optimizer.moment_block = {block}, so two ranks would share a scale of the moments"
         )
-        fits = gcd(found.share, block)
-        smaller = f"Use optimizer.moment_block = {fits}, or " if fits > 1 else "Use "
         yield error(f"plan.{found.axis}", getattr(case.plan, found.axis), reason, f'{smaller}optimizer.moments = "bf16".')
 
 

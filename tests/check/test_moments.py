@@ -44,6 +44,20 @@ def test_what_a_block_would_lie_across_is_refused(settings: tuple[str, ...], key
     assert key not in {problem.key for problem in errors(*settings, f"optimizer.moment_block={block}")}
 
 
+@pytest.mark.parametrize("tensor", [2, 4, 8])
+@pytest.mark.parametrize("preset", ["tiny", "quickstart", "gpt2-xl"])
+def test_a_smaller_block_that_is_named_is_accepted(preset: str, tensor: int) -> None:
+    settings = ["optimizer.moments=fp8", f"model.preset={preset}", f"plan.tensor={tensor}", "train.precision=bf16"]
+
+    def refused(*more: str) -> list[str]:
+        found = errors(*settings, *more)
+        return [problem.way_out for problem in found if "share a scale of the moments" in problem.reason]
+
+    for said in refused():
+        block = said.partition("optimizer.moment_block = ")[2].partition(",")[0]
+        assert not refused(f"optimizer.moment_block={block}" if block else "optimizer.moments=bf16")
+
+
 @pytest.mark.parametrize(("cut", "last", "refused"), [("inputs", "back", True), (None, "down", False)])
 def test_matrices_of_a_users_own_mlp_are_cut_as_declared(
     monkeypatch: pytest.MonkeyPatch, cut: Cut | None, last: str, refused: bool
