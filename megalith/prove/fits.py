@@ -1,14 +1,17 @@
 """Check of a rank's memory against its device, with changes that would make it fit: arithmetic on the counts of a dry run."""
 
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megalith.check import check
+from megalith.check.remedies import changed_by
 from megalith.prove.meter import Memory
 from megalith.spec.problem import Problem
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import outer_slots
 from megalith.spec.state import bytes_each
+from megalith.spec.toml import literal
 from megalith.spec.treatment import slots_of
 
 GIB = 2**30
@@ -16,70 +19,54 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Lever:
-    """A change of the plan, the category of memory that it reduces, and the fraction that it saves (an upper bound for
+    """A change of the run file, the category of memory that it reduces, and the fraction that it saves (an upper bound for
     recomputation)."""
 
-    change: str
+    key: str
+    value: Any
     category: str
     saves: float
 
-
-def _allowed(spec: RunSpec, key: str, value: object) -> bool:
-    plan = spec.plan.model_copy(update={"state": spec.plan.state.model_copy(update={key: value})})
-    changed = spec.model_copy(update={"plan": plan})
-    return not any(problem.key == f"plan.state.{key}" for problem in check(changed, files=False))
+    def __str__(self) -> str:
+        return f"{self.key} = {literal(self.value)}"
 
 
-def _weights(spec: RunSpec) -> Lever | None:
-    """Return the change that makes weights from state off the device, if `check` allows it for the run. With this change, only
-    the weights of two parts remain on the device."""
-    state = spec.plan.state
-    if not state.away or state.weights_away or not _allowed(spec, "weights", state.optimizer):
-        return None
-    return Lever(f'plan.state.weights = "{state.optimizer}"', "weights", state.away * (1 - 2 / (spec.model.layers + 2)))
+def _levers(spec: RunSpec) -> Iterator[Lever]:
+    """Yield changes that save memory in some runs, cheapest first; `check` may refuse them for this run. With state or activations
+    elsewhere, or released gradients, only those of one or two parts remain on the device."""
+    plan, state, layers = spec.plan, spec.plan.state, spec.model.layers
+    ranks = 1 - plan.replicate / plan.dp_size
+    for zero, category in ((1, "optimizer"), (2, "gradients"), (3, "weights")):
+        if plan.zero < zero:
+            yield Lever("plan.zero", zero, category, ranks)
+    if plan.zero > 0:
+        yield Lever("plan.replicate", 1, "optimizer", 1 - 1 / plan.replicate)
+    if plan.recompute not in ("full", "sqrt") and not plan.recompute.startswith("segments:"):
+        yield Lever("plan.recompute", "full", "activations", 0.9)
+    if not plan.retain.away:
+        yield Lever("plan.retain.blocks", "host", "activations", 1 - 2 * plan.pipeline / layers)
+    if merged := bytes_each(outer_slots(spec.sites, on_device=True)):
+        others = bytes_each(slots_of(spec.optimizer)) * (1 - state.away)
+        yield Lever("sites.place", "host", "optimizer", merged / (merged + others))
+    if not state.away:
+        yield Lever("plan.state.optimizer", "host", "optimizer", 1.0)
+    if state.optimizer == "disk" and not state.release:
+        yield Lever("plan.state.release", True, "gradients", 1 - 1 / (layers + 2))
+    if state.away and not state.weights_away:
+        yield Lever("plan.state.weights", state.optimizer, "weights", state.away * (1 - 2 / (layers + 2)))
+    fewer = max((size for size in range(1, plan.microbatch // 2 + 1) if plan.microbatch % size == 0), default=plan.microbatch)
+    yield Lever("plan.microbatch", fewer, "activations", 1 - fewer / plan.microbatch)
+    yield Lever("plan.context", 2 * plan.context, "activations", 0.5)
 
 
-def _release(spec: RunSpec) -> Lever | None:
-    """Return the change that releases gradients, if `check` allows it for the run. With this change, only the gradients of one
-    part remain."""
-    state = spec.plan.state
-    if state.optimizer != "disk" or state.release or not _allowed(spec, "release", True):
-        return None
-    return Lever("plan.state.release = true", "gradients", 1 - 1 / (spec.model.layers + 2))
-
-
-def _retain(spec: RunSpec) -> Lever | None:
-    """Return the change that moves activations to the host's memory, if `check` allows it for the run. With this change, only the
-    activations of two blocks remain on the device."""
-    plan = spec.plan.model_copy(update={"retain": spec.plan.retain.model_copy(update={"blocks": "host"})})
-    allowed = check(spec.model_copy(update={"plan": plan}), files=False)
-    if spec.plan.retain.away or any(problem.key.startswith("plan.retain.") for problem in allowed):
-        return None
-    return Lever('plan.retain.blocks = "host"', "activations", max(0.0, 1 - 2 * spec.plan.pipeline / spec.model.layers))
-
-
-def _merged(spec: RunSpec) -> Lever | None:
-    """Return the lever that moves the tensors that merges keep to the host's memory; None if no sites merge, or if these tensors
-    are there already."""
-    merged = bytes_each(outer_slots(spec.sites, on_device=True))
-    others = bytes_each(slots_of(spec.optimizer)) * (1 - spec.plan.state.away)
-    return Lever('sites.place = "host"', "optimizer", merged / (merged + others)) if merged else None
-
-
-LEVERS: tuple[Callable[[RunSpec], Lever | None], ...] = (
-    lambda s: Lever("plan.zero = 1", "optimizer", 1 - 1 / s.plan.dp_size) if s.plan.zero == 0 and s.plan.dp_size > 1 else None,
-    lambda s: Lever("plan.zero = 2", "gradients", 1 - 1 / s.plan.dp_size) if s.plan.zero < 2 and s.plan.dp_size > 1 else None,
-    lambda s: Lever("plan.zero = 3", "weights", 1 - 1 / s.plan.dp_size) if s.plan.zero < 3 and s.plan.dp_size > 1 else None,
-    lambda s: Lever("plan.replicate = 1", "optimizer", 1 - 1 / s.plan.replicate) if s.plan.replicate > 1 else None,
-    lambda s: Lever('plan.recompute = "full"', "activations", 0.9) if s.plan.recompute != "full" else None,
-    _retain,
-    _merged,
-    lambda s: Lever('plan.state.optimizer = "host"', "optimizer", 1.0) if not s.plan.state.away else None,
-    _release,
-    _weights,
-    lambda s: Lever(f"plan.microbatch = {s.plan.microbatch // 2}", "activations", 0.5) if s.plan.microbatch > 1 else None,
-    lambda s: Lever(f"plan.context = {2 * s.plan.context}", "activations", 0.5),
-)
+def _allowed(spec: RunSpec, levers: Sequence[Lever]) -> bool:
+    """Return True if the run has no error with these changes that it does not have without them."""
+    changed = changed_by(spec, {lever.key: lever.value for lever in levers})
+    before, after = (
+        {(problem.key, problem.reason) for problem in check(one, files=False, remedies=False) if problem.severity == "error"}
+        for one in (spec, changed)
+    )
+    return after <= before
 
 
 def does_not_fit(spec: RunSpec, memory: Memory, limit: int) -> Problem | None:
@@ -105,15 +92,18 @@ def does_not_fit(spec: RunSpec, memory: Memory, limit: int) -> Problem | None:
 
 
 def _ways_out(spec: RunSpec, memory: Memory, *, over: int, limit: int, largest: str) -> str:
-    levers = [lever for make in LEVERS if (lever := make(spec)) is not None]
-    saved = {lever.change: lever.saves * memory.peak[lever.category] for lever in levers}
-    enough = [lever.change for lever in levers if saved[lever.change] >= over]
+    levers = [lever for lever in _levers(spec) if lever.saves > 0 and _allowed(spec, [lever])]
+    enough = [str(lever) for lever in levers if lever.saves * memory.peak[lever.category] >= over]
     if enough:
         return f"By proportion, {' or '.join(enough)} would make it fit; repeat the dry run with this change."
-    here = [lever.change for lever in levers if lever.category == largest]
+    together: list[Lever] = []
+    for lever in levers:
+        if lever.category == largest and (not together or _allowed(spec, [*together, lever])):
+            together.append(lever)
     times = -(-memory.total // limit)
     more = f"{times} times as many ranks per model (plan.tensor x plan.pipeline)"
-    return f"No single change would make it fit. Use {' and '.join(here)}, or {more}." if here else f"Use {more}."
+    here = " and ".join(map(str, together))
+    return f"No single change would make it fit. Use {here}, or {more}." if here else f"Use {more}."
 
 
 def _gib(size: float) -> str:

@@ -4,6 +4,7 @@ import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -201,6 +202,49 @@ def test_weights_elsewhere_are_named_where_check_lets_the_run_have_them(zero: in
     problem = does_not_fit(run, _memory(weights=85), 80 * GIB)
     assert problem is not None
     assert ('plan.state.weights = "host"' in problem.way_out) == named
+
+
+LEAST: dict[str, tuple[dict[str, Any], str, str]] = {
+    "muon": ({"optimizer": {"kind": "muon"}, "cluster": "h100:1"}, "optimizer", ""),
+    "parts": (
+        {"plan": {"retain": {"parts": {"mlp": "recompute"}}}, "cluster": "h100:1"},
+        "activations",
+        'plan.retain.blocks = "host"',
+    ),
+    "segments": ({"plan": {"recompute": "segments:2"}, "cluster": "h100:1"}, "activations", 'plan.retain.blocks = "host"'),
+    "release": (
+        {
+            "plan": {"microbatch": 4, "state": {"optimizer": "disk", "release": True}},
+            "train": {"precision": "bf16", "global_batch": 4},
+            "cluster": "h100:1",
+        },
+        "activations",
+        'plan.recompute = "full" or plan.retain.blocks = "host"',
+    ),
+    "five sequences": (
+        {"plan": {"microbatch": 5, "recompute": "full"}, "train": {"global_batch": 5}, "cluster": "h100:1"},
+        "activations",
+        'plan.retain.blocks = "host" or plan.microbatch = 1',
+    ),
+    "as many copies as ranks": ({"plan": {"data": 4, "zero": 0, "replicate": 4}}, "optimizer", 'plan.state.optimizer = "host"'),
+    "more devices": (
+        {"cluster": "h100:2", "plan": {"recompute": "full"}},
+        "activations",
+        'plan.retain.blocks = "host" or plan.context = 2',
+    ),
+}
+"""Runs that do not fit, the category that holds most, and the only changes that `check` allows and that save memory there."""
+
+
+@pytest.mark.parametrize("case", LEAST)
+def test_ways_out_are_what_check_allows_and_what_saves_memory(case: str) -> None:
+    tables, largest, named = LEAST[case]
+    run = tiny_run(**{name: {} | table for name, table in tables.items() if name != "cluster"})
+    run = run.model_copy(update={"cluster": tables.get("cluster", "local")})
+    problem = does_not_fit(run, _memory(**{largest: 81}), 80 * GIB)
+    assert problem is not None
+    said = problem.way_out.partition("By proportion, ")[2].partition(" would make it fit")[0]
+    assert said == named
 
 
 def test_building_can_be_what_does_not_fit() -> None:
