@@ -8,6 +8,7 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -24,7 +25,8 @@ from megalith.planner.run_file import as_run
 from megalith.planner.search import Candidate, SearchResult
 from megalith.planner.varied import vary
 from megalith.report import plans
-from megalith.spec.plan import Plan, RetainSpec
+from megalith.spec import files
+from megalith.spec.plan import Plan, RetainSpec, StateSpec
 from megalith.spec.problem import SpecErrors
 from megalith.spec.sizes import model_parameters
 from tests.patience import PATIENCE
@@ -133,6 +135,34 @@ def test_a_run_files_own_values_stay_as_they_were(tmp_path: Path):
     )
     assert "# file" in text
     assert 'preset = "tiny"' in text
+
+
+def test_folders_and_chunks_of_a_run_file_are_kept(tmp_path: Path):
+    """Those of each site too. A plan that leaves nothing on disk needs none."""
+    state, retain = '{ optimizer = "disk", folder = "/nvme", chunk = 32 }', '{ blocks = "disk", folder = "/scratch" }'
+    other = '{ optimizer = "disk", folder = "/second", chunk = 64 }'
+    (tmp_path / "run.toml").write_text(
+        'model.preset = "tiny"\ndata.path = "data"\ncluster = "h100:1"\ntrain = { steps = 9, global_batch = 8, seq_len = 128 }\n'
+        f"[plan]\nstate = {state}\nretain = {retain}\n[sites]\ncount = 2\nlink = {{ megabits = 10, milliseconds = 1 }}\n"
+        f'each = [{{ cluster = "h100:1" }}, {{ cluster = "h100:1", plan.state = {other} }}]\n'
+    )
+    asked = resolve(PlanRequest(path=tmp_path / "run.toml"))
+    assert asked.sites is not None
+    away = Plan(state=StateSpec(optimizer="disk"), retain=RetainSpec(blocks="disk"))
+    estimate = SimpleNamespace(time=SimpleNamespace(step=1.0), mfu=0.5, memory=SimpleNamespace(total=1.0))
+    for plan, kept in ((away, True), (Plan(), False)):
+        each = tuple(one.model_copy(update={"plan": plan}) for one in asked.sites.each)
+        request = replace(asked, sites=asked.sites.model_copy(update={"each": each}))
+        best = SimpleNamespace(best=SimpleNamespace(plan=plan, estimate=estimate))
+        made: Any = SimpleNamespace(request=request, found=best, linked=None, site_plans=True)
+        (tmp_path / "plan.toml").write_text(as_run(made))
+        spec = files.load(tmp_path / "plan.toml").spec
+        assert spec.sites is not None
+        first, second = (one.plan for one in spec.sites.each)
+        assert first is not None and second is not None
+        found = [(one.state.folder, one.state.chunk) for one in (spec.plan, first, second)]
+        assert found == ([("/nvme", 32), ("/nvme", 32), ("/second", 64)] if kept else [("", 16)] * 3)
+        assert [one.retain.folder for one in (spec.plan, first)] == ["/scratch" if kept else ""] * 2
 
 
 @pytest.fixture(scope="module")
