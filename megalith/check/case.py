@@ -35,6 +35,8 @@ class Case:
     """True if the run has checkpoints to resume from."""
     remedies: bool = True
     """True if a problem of memory names the cheapest change with which the run fits: the search for it checks many other runs."""
+    later: bool = False
+    """True if `spec` has the values of a later phase, so that other phases may have other ones."""
     folder: Path | None = None
     """The run folder, if known: files of state and activations are there unless the plan names another folder."""
 

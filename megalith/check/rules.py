@@ -63,7 +63,7 @@ def check(
     changes with which the run fits. `folder` is the run folder (None: the current directory), in which files of state and activations are
     by default. If the spec lacks values (`spec.files.read`), each rule reports only the problems that it finds without the missing values.
     """
-    case = Case(spec, world, files, begun, remedies, folder)
+    case = Case(spec, world, files, begun, remedies, folder=folder)
     found = found_by(case)
     found += _of_later_phases(case, found)
     origins = provenance or {}
@@ -125,7 +125,7 @@ def _of_later_phases(case: Case, known: Sequence[Problem]) -> list[Problem]:
     seen = {(problem.key, problem.reason) for problem in known}
     with suppress(AbsentError):
         for phase in Phases.of(case.spec).all[1:]:
-            part = replace(case, spec=during(case.spec, phase))
+            part = replace(case, spec=during(case.spec, phase), later=True)
             rules = (rule for rule in RULES if {rule.subject, rule.find.__name__} & OF_A_PHASE)
             for problem in (problem for rule in rules for problem in _problems(rule, part)):
                 if (problem.key, problem.reason) in seen:

@@ -37,6 +37,25 @@ def test_the_sequences_of_every_phase_fit_the_plan_of_every_site():
     assert (found.key, found.value) == ("data.phases[0].seq_len", 34) and found.reason.endswith("in sites.each.1.plan")
 
 
+@pytest.mark.parametrize(
+    ("batch", "ramp", "way_out"),
+    [
+        (4, 8, "Use release = false."),
+        (8, 16, "Use release = false."),
+        (8, 4, "Use release = false."),
+        (8, 8, "Use plan.microbatch = 8, or release = false."),
+    ],
+)
+def test_released_gradients_need_one_microbatch_in_every_phase(batch: int, ramp: int, way_out: str):
+    """A microbatch that is the batch of one phase does not divide that of another, or is only a part of it."""
+    run = ["plan.state.optimizer=disk", "plan.state.release=true", "train.precision=bf16", "plan.microbatch=4"]
+    run += [f"train.global_batch={batch}", f"train.batch_ramp=[{{ begin = 400, global_batch = {ramp} }}]"]
+    found = errors(*run)
+    assert {problem.way_out for problem in found if problem.key == "plan.state.release"} == {way_out}
+    change = way_out.partition("Use ")[2].rstrip(".").partition(", or")[0].replace(" = ", "=")
+    assert errors(*run, change if change.startswith("plan") else f"plan.state.{change}") == []
+
+
 def test_the_fallback_takes_the_batch_of_every_phase():
     run = ("plan.data=4", "fleet.nodes=4", "train.global_batch=12", "fleet.fallback.data=3")
     assert errors(*run) == []
