@@ -105,6 +105,8 @@ def optimizer_is_sharded(case: Case) -> Found:
     plan = case.plan
     if plan.zero == 0 and plan.data > 1 and case.model is not None:
         whole, cut = (state_bytes(case, plan.model_copy(update={"zero": zero})) for zero in (0, 1))
+        if cut >= whole:  # with as many copies as data ranks, or with the state elsewhere
+            return
         reason = f"keeps {format_bytes(whole)} of weights, gradients and moments of the blocks on each of {plan.data} data ranks"
         way_out = f"With plan.zero = 1 each data rank keeps {format_bytes(cut)}, and ranks exchange no more bytes than now."
         yield advice("plan.zero", 0, reason, way_out)

@@ -107,6 +107,7 @@ def test_what_is_valid_but_unwise_is_advice(settings: list[str], key: str):
         ["train.seq_len=256", "plan.recompute=full"],
         ["plan.state.optimizer=host", "plan.state.share=0.5"],
         ["plan.state.optimizer=disk", "fleet.memory_every=0"],
+        ["plan.state.optimizer=disk", "fleet.memory_every=0", "plan.data=2", "plan.zero=0"],
         [*RELEASED, "fleet.memory_every=0"],
         ["optimizer.kind=muon", "plan.state.optimizer=host"],
         ["plan.retain.blocks=host", "plan.recompute=sqrt"],
@@ -116,6 +117,10 @@ def test_what_is_valid_but_unwise_is_advice(settings: list[str], key: str):
 )
 def test_what_is_valid_and_wise_is_let_be(settings: list[str]):
     assert found(*settings) == []
+
+
+def test_zero_1_is_not_named_where_it_saves_nothing():
+    assert advice("plan.data=4", "plan.replicate=4", "plan.zero=0") == ["plan.replicate"]
 
 
 def test_a_folder_for_activations_that_cannot_be_written_to_is_named(tmp_path: Path):
