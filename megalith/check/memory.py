@@ -5,10 +5,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megalith.check.case import Case, Found, advice, error, format_bytes
-from megalith.check.remedies import cheapest
-from megalith.check.retain import FREE_SPACE, activation_bytes, files_in, saved_numbers, unusable
+from megalith.check.remedies import changed_by, cheapest
+from megalith.check.retain import FREE_SPACE, activation_bytes, files_in, unusable
 from megalith.mesh import Mesh
-from megalith.schedule.table import kind
 from megalith.spec.cluster import HOST_MEMORY, ClusterSpec
 from megalith.spec.numbers import PRECISIONS, is_narrow
 from megalith.spec.optimizers import OPTIMIZERS
@@ -251,20 +250,19 @@ def disk_takes_the_state(case: Case) -> Found:
 def long_sequences_recompute(case: Case) -> Found:
     """Long sequences use recomputation: activations grow with the sequence, and recomputation saves activations at the cost of time."""
     plan, train = case.plan, case.spec.train
-    if plan.recompute != "none" or case.model is None or case.spec.microbatches == 0:
-        return
-    saved = sum(saved_numbers(block, case.model.dim) for block in case.model.blocks)
-    in_flight = kind(plan.schedule).in_flight(plan.pipeline, case.spec.microbatches)
-    tokens = train.seq_len * plan.microbatch * in_flight
-    held = saved * tokens * PRECISIONS[train.precision].compute.width / (plan.pipeline * plan.tensor * plan.context)
-    memory = case.cluster.accelerator.memory if case.cluster else None
-    if held > memory / 2 if memory else train.seq_len >= 16_384:
+    if plan.recompute != "none" or plan.retain.parts or case.model is None or case.spec.microbatches == 0:
+        return  # parts that have actions are recomputed or moved as they say
+    held, memory = activation_bytes(case).near, case.cluster.accelerator.memory if case.cluster else None
+    if held > memory / 2 if memory else train.seq_len * (1 - plan.retain.away) >= 16_384:
         reason = f"keeps about {format_bytes(held)} of activations a rank for backward"
         reason += f", of {format_bytes(memory)}" if memory else f" at seq_len = {train.seq_len}"
-        inputs = format_bytes(
-            held * len(case.model.blocks) * case.model.dim / saved
-        )  # full recomputation keeps only the input of each block
-        yield advice("plan.recompute", "none", reason, f'recompute = "full" keeps about {inputs}, for a third more computation.')
+        less = activation_bytes(replace(case, spec=changed_by(case.spec, {"plan.recompute": "full"}))).near
+        yield advice(
+            "plan.recompute",
+            "none",
+            reason,
+            f'recompute = "full" keeps about {format_bytes(less)}, for a third more computation.',
+        )
 
 
 def state_bytes(case: Case, plan: Plan) -> int:

@@ -85,6 +85,7 @@ def test_weights_may_be_elsewhere_on_one_data_rank_too():
     [
         (["plan.data=2", "plan.zero=0"], "plan.zero"),
         (["train.seq_len=32768"], "plan.recompute"),
+        (["train.seq_len=32768", "plan.retain.blocks=host", "plan.retain.share=0.25"], "plan.recompute"),
         (["plan.state.share=0.5"], "plan.state.share"),
         (["plan.retain.share=0.5"], "plan.retain.share"),
         (["plan.retain.blocks=host", "plan.retain.folder=here"], "plan.retain.folder"),
@@ -105,6 +106,8 @@ def test_what_is_valid_but_unwise_is_advice(settings: list[str], key: str):
     "settings",
     [
         ["train.seq_len=256", "plan.recompute=full"],
+        ["train.seq_len=32768", "model.context=32768", "plan.retain.blocks=host"],
+        ["train.seq_len=32768", "model.context=32768", 'plan.retain.parts={attend="recompute", mlp="recompute"}'],
         ["plan.state.optimizer=host", "plan.state.share=0.5"],
         ["plan.state.optimizer=disk", "fleet.memory_every=0"],
         ["plan.state.optimizer=disk", "fleet.memory_every=0", "plan.data=2", "plan.zero=0"],
