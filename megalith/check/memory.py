@@ -32,7 +32,7 @@ def segments_lie_in_a_stage(case: Case) -> Found:
     plan, blocks = case.plan, case.spec.model.layers
     if case.model is None or plan.recompute == AUTO or not (size := segment_size(plan.recompute, blocks=blocks)):
         return
-    longest = max(plan.layers) if plan.layers else -(-blocks // plan.stages)
+    longest = plan.longest_stage(blocks)
     if plan.recompute != "sqrt" and size > longest:
         reason = f"asks for segments of {size} blocks, but the longest stage has {longest}"
         yield error("plan.recompute", plan.recompute, reason, f"Use segments:auto, or segments:K with K <= {longest}.")

@@ -28,5 +28,4 @@ def decided(workload: Workload) -> Workload:
     def needed(asked: Workload) -> float:
         return memory(asked, parts(asked), overheads).total
 
-    longest = max(end - first for first, end in plan.bounds(blocks))
-    return min(map(of, range(1, min(longest, blocks) + 1)), key=needed)
+    return min(map(of, range(1, plan.longest_stage(blocks) + 1)), key=needed)

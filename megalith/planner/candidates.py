@@ -145,7 +145,7 @@ def but_microbatch(plan: Plan) -> tuple[Any, ...]:
 
 def segmented(plan: Plan, blocks: int) -> list[Plan]:
     """Return the plan with recomputation in segments of 2, 3, 4, 6, 8, 12, ... blocks, up to the length of a stage."""
-    longest = max(end - first for first, end in plan.bounds(blocks))
+    longest = plan.longest_stage(blocks)
     sizes = [size for size in (*_powers(longest), *(3 * power for power in _powers(longest // 3))) if size > 1]
     return [plan.model_copy(update={"recompute": f"segments:{size}"}) for size in sorted(sizes)]
 

@@ -309,6 +309,10 @@ class Plan(Spec):
         """
         return _bounds(self.layers, self.stages, blocks)
 
+    def longest_stage(self, blocks: int) -> int:
+        """Return the number of blocks of the stage that has the most."""
+        return max(self.layers) if self.layers else -(-blocks // self.stages)
+
     def places(self, blocks: int) -> bool:
         """Return True if `layers`, where set, names every stage and places every block; only then are there `bounds`."""
         return not self.layers or (len(self.layers) == self.stages and sum(self.layers) == blocks)

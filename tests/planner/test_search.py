@@ -437,6 +437,15 @@ def test_activations_leave_where_that_is_faster_than_to_compute_them_again(link,
     assert best is not None and (best.plan.recompute == "none") == bool(best.plan.retain.away) == leaves
 
 
+@pytest.mark.parametrize(
+    ("plan", "sizes"),
+    [(Plan(pipeline=4), [2, 3]), (Plan(), [2, 3, 4, 6, 8, 12]), (Plan(pipeline=2, layers=(4, 8)), [2, 3, 4, 6, 8])],
+)
+def test_segments_are_no_longer_than_the_longest_stage_of_twelve_blocks(plan: Plan, sizes: list[int]):
+    """Embedding and head are no blocks."""
+    assert [one.recompute for one in segmented(plan, 12)] == [f"segments:{size}" for size in sizes]
+
+
 @pytest.mark.parametrize(("share", "policy"), [(0.8, "segments"), (0.3, "sqrt")])
 def test_what_does_not_fit_with_single_blocks_recomputed_may_in_segments(share, policy):
     """64 blocks are on one device that lacks some of the memory for full recomputation. The chosen length of segments needs the
