@@ -12,7 +12,7 @@ from megalith.spec.cluster import HOST_MEMORY, ClusterSpec
 from megalith.spec.numbers import PRECISIONS, is_narrow
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.phases import Phases
-from megalith.spec.plan import AUTO, Plan, segment_size
+from megalith.spec.plan import AUTO, Plan, StateSpec, segment_size
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import kept, outer_slots
 from megalith.spec.sizes import Count, count_model
@@ -114,6 +114,9 @@ def optimizer_is_sharded(case: Case) -> Found:
 def state_elsewhere_can_be_had(case: Case) -> Found:
     """The optimizer can update state that is not on the device."""
     state, spec = case.plan.state, case.spec
+    for name in ("folder", "chunk") if state.optimizer != "disk" else ():
+        if (value := getattr(state, name)) != getattr(StateSpec(), name):
+            yield advice(f"plan.state.{name}", value, "has no effect if no state is kept on disk", "Leave it out.")
     if state.optimizer == "device":
         if state.share < 1:
             yield advice("plan.state.share", state.share, 'has no effect with plan.state.optimizer = "device"', "Leave it out.")

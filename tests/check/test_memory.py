@@ -90,6 +90,8 @@ def test_weights_may_be_elsewhere_on_one_data_rank_too():
         (["plan.retain.share=0.5"], "plan.retain.share"),
         (["plan.retain.blocks=host", "plan.retain.folder=here"], "plan.retain.folder"),
         (["plan.state.optimizer=disk"], "plan.state.optimizer"),
+        (["plan.state.folder=here"], "plan.state.folder"),
+        (["plan.state.optimizer=host", "plan.state.chunk=32"], "plan.state.chunk"),
         (["plan.recompute=selective", "plan.recompute_parts=['attention','attention.core']"], "plan.recompute_parts"),
         (["plan.recompute=selective", "plan.recompute_parts=['mlp_norm','attend']"], "plan.recompute_parts"),
         (["plan.recompute=selective", "plan.recompute_parts=['mlp.activation','mlp.shared']"], "plan.recompute_parts"),
