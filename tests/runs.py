@@ -40,11 +40,13 @@ SITE = "TEST_SITE"
 _LOG_TAIL = 1 << 14  # bytes
 
 
-def prepare_text(folder: Path) -> Path:
+def prepare_text(folder: Path, *, days: int = 400) -> Path:
     """Prepare a little text in two domains."""
     verse, tale = folder / "verse.txt", folder / "tale.txt"
     verse.write_text("\n\n".join(f"Line {i} of a verse, which has {i * i} words in it, or nearly." for i in range(400)))
-    tale.write_text("\n\n".join(f"On day {i} the ship sailed {7 * i} miles and nobody spoke of day {i - 1}." for i in range(400)))
+    tale.write_text(
+        "\n\n".join(f"On day {i} the ship sailed {7 * i} miles and nobody spoke of day {i - 1}." for i in range(days))
+    )
     out = folder / "data"
     prepare([f"verse={verse}", f"tale={tale}"], tokenizer=load("bytes"), out=out, validation=0.1)
     return out

@@ -17,7 +17,7 @@ from megalith.spec.plan import Plan
 from megalith.spec.problem import Problem
 from megalith.spec.run import RunSpec
 from megalith.spec.toml import dotted, literal
-from megalith.spec.validate import leaves
+from megalith.spec.validate import differing, flat
 
 MAY_CHANGE: dict[str, str] = {
     "name": "a label",
@@ -71,9 +71,7 @@ def check_resume(
     """Return the changes because of which the run `asked` cannot resume the run `saved`; empty if it can. `samples`: the number of
     samples consumed. Phases that begin at sample number `samples` or later may change; if None, no phase may change. `checkpoint`: the
     checkpoint that describes the saved run, if the run folder's own run file does not describe it. `may`: further keys that may differ."""
-    before = {dotted(leaf.path): leaf.value for leaf in leaves(saved)}
-    now = {dotted(leaf.path): leaf.value for leaf in leaves(asked)}
-    changed = [name for name in dict.fromkeys([*now, *before]) if now.get(name) != before.get(name)]
+    before, now = flat(saved), flat(asked)
     reason = "the run in this folder has {}; another value would make another run"
     way_out = "Restore the value, or start another run with --run-dir."
     another = (
@@ -92,7 +90,7 @@ def check_resume(
         another = way_out
     found = [
         error(name, now.get(name), reason.format(literal(before.get(name))), another if name == "optimizer.kind" else way_out)
-        for name in changed
+        for name in differing(now, before)
         if not {name, name.partition(".")[0]} & {*MAY_CHANGE, *may, RAMP, DATA}
     ]
     if not found:

@@ -33,7 +33,9 @@ MEANINGS: dict[ExitCode, Meaning] = {
         "the program raised an error, or data or checkpoints are damaged; the same command would most likely fail again",
         retry=False,
     ),
-    ExitCode.BAD_SPECIFICATION: Meaning("the run file or an option is wrong; nothing was started", retry=False),
+    ExitCode.BAD_SPECIFICATION: Meaning(
+        "the run file or an option is wrong, or another site has other values; nothing was trained", retry=False
+    ),
     ExitCode.LOST: Meaning(
         "a process was killed or stopped responding, or storage was lost; the same command resumes from the newest intact copy of the "
         "state",

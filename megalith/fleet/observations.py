@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from megalith.fleet.causes import Failure
+from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.tiers import Tier
 from megalith.tagged import Family
 
@@ -211,10 +212,11 @@ class DataDamaged(Observation):
 @dataclass(frozen=True, kw_only=True)
 class NotThisRun(Observation):
     """A rank found a file that does not belong to this run: the file changed after the command had begun, or it is another run's
-    checkpoint."""
+    checkpoint; or a site found that another site trains another run. `code`: exit status that the run should have."""
 
     kind: ClassVar[str] = "not_this_run"
     error: str
+    code: int = ExitCode.FAILED.value
 
 
 @dataclass(frozen=True, kw_only=True)

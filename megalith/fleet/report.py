@@ -54,7 +54,7 @@ def report_stop(step: int) -> None:
 
 @contextlib.contextmanager
 def refusing(*errors: type[Exception]) -> Iterator[None]:
-    """Report and end this rank if the block raises one of `errors`, which mean that a file does not belong to this run. If
+    """Report and end this rank if the block raises one of `errors`, which mean that a file or a site does not belong to this run. If
     another launcher started the ranks, the error itself is raised.
     """
     try:
@@ -62,7 +62,8 @@ def refusing(*errors: type[Exception]) -> Iterator[None]:
     except errors as error:
         if REPORTS not in os.environ:
             raise
-        report(observations.NotThisRun(time=time.time(), error=str(error)))
+        code = int(getattr(error, "exit_code", ExitCode.FAILED))
+        report(observations.NotThisRun(time=time.time(), error=str(error), code=code))
         raise Reported(str(error)) from error
 
 

@@ -127,6 +127,16 @@ def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[Leaf]:
         yield from leaves(child, (*path, name))
 
 
+def flat(spec: Spec, table: str = "") -> dict[str, Any]:
+    """Return every value of a spec by its dotted key. `table`: the name of the spec's table, if it is not a whole run."""
+    return {dotted(leaf.path): leaf.value for leaf in leaves(spec, (table,) if table else ())}
+
+
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the keys whose values differ, of two runs as `flat` describes them. A key that one run lacks counts as None."""
+    return [key for key in dict.fromkeys([*one, *other]) if one.get(key) != other.get(key)]
+
+
 def _table(value: Any) -> Any:
     return value.model_dump(exclude_none=True) if isinstance(value, Spec) else value
 

@@ -59,6 +59,7 @@ from megalith.train.own.admit import admit, changes, compare_ranks
 from megalith.train.own.callbacks import Callbacks
 from megalith.train.restore import OtherRunError, read_share, read_step, restore
 from megalith.train.sites.meet import build
+from megalith.train.sites.meeting import UnequalSitesError
 from megalith.train.sites.merge import Sites
 from megalith.train.sites.progress import StopAsked
 from megalith.train.store import RunStore, tcp_store
@@ -271,7 +272,8 @@ def prepare(
     )  # fmt: skip
     with refusing(own.OwnPartError):
         trainer = assemble(spec, groups=groups, device=device, folder=folder, callbacks=Callbacks(spec.train.callbacks))
-    sites = build(trainer, folder, beat=heartbeat.again, asked=lambda: bool(stop)) if spec.sites else None
+    told = {"beat": heartbeat.again, "asked": lambda: bool(stop)}
+    sites = build(trainer, folder, **told, data=stream.fingerprint) if spec.sites else None
     if spec.checkpoint.every and spec.checkpoint.asynchronous:
         checkpointer.reserve(
             (sites.state if sites else trainer.state).laid()
@@ -281,7 +283,7 @@ def prepare(
     memory = copies_of(trainer, group=savers, warn=warn) if guarded and sites is None else None
     heartbeat.beat("restoring")
     hooks.at("restoring")
-    with refusing(OtherRunError, DataError):
+    with refusing(OtherRunError, DataError, UnequalSitesError):
         position = restore(trainer, checkpointer, stream, group=savers, warn=warn, source=source, memory=memory, sites=sites)
     with refusing(own.OwnPartError, DataError):
         compare_ranks(parts, stream, index=position.samples, group=world)

@@ -1,8 +1,10 @@
 """Sites that train separately and merge: equal to a run without sites where they must be, resumed exactly, under any plan and
 number of sites."""
 
+import os
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -30,6 +32,7 @@ from megalith.train.stream import open_stream
 from tests.fleet.conftest import until
 from tests.full import only_full, sampled
 from tests.keys import GIVEN
+from tests.patience import PATIENCE
 from tests.ranks import everyone, run_ranks
 from tests.runs import (
     assert_same_bits,
@@ -41,6 +44,7 @@ from tests.runs import (
     signal_yourself,
     start,
     start_site,
+    typed,
     when,
 )
 from tests.specs import tiny_run
@@ -525,3 +529,26 @@ def test_merges_are_in_the_log(whole: Path) -> None:
     steps = list(of_kind(read(whole), Step))
     assert [step.tokens for step in steps] == [12 * 32] * 10 and steps[-1].tokens_seen == 10 * 12 * 32
     assert all(len(one.losses) == 2 and one.norm > 0 for one in of_kind(read(whole), Merge))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * PATIENCE)
+def test_two_commands_that_would_train_different_runs_end(data: Path, tmp_path: Path) -> None:
+    """Both name what differs, and end with the status of a wrong specification."""
+    other = prepare_text(tmp_path, days=300)
+    own = [("--set", "sites.lr=0.5", "--set", "train.seed=2", "--set", "plan.data=1"), ("--set", f"data.path={other}")]
+    words = typed(tmp_path / "run.toml", data, steps=50, more="[sites]\ninner_steps = 4\n")
+    started = [
+        subprocess.Popen(
+            [*words, str(folder_of(tmp_path / "run", site)), "--set", f"sites.site={site}", *own[site]],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | GIVEN,
+        )
+        for site in range(2)
+    ]  # fmt: skip
+    for process, (one, two) in zip(started, ((0, 1), (1, 0)), strict=True):
+        said = process.communicate(timeout=PATIENCE)[0]
+        assert process.returncode == 2, said
+        assert f"site {one} and site {two} would not train the same run" in said and "the data differ" in said
+        assert (
+            "sites.lr is 0.5 on site 0 and 0.7 on site 1" if one == 0 else "train.seed is 0 on site 1 and 2 on site 0"
+        ) in said

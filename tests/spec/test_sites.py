@@ -1,11 +1,26 @@
 """The fragments of a model, the steps at which they are due, and their bytes."""
 
+import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megalith.spec import files
-from megalith.spec.sites import Fragment, SitesSpec, encoded_bytes, fragments, kept, part_of, sent_after, wire_bytes, within
+from megalith.spec.sites import (
+    Fragment,
+    SitesSpec,
+    at_site,
+    encoded_bytes,
+    fragments,
+    kept,
+    part_of,
+    sent_after,
+    wire_bytes,
+    within,
+)
+from megalith.spec.sites.terms import terms, unequal
 from megalith.spec.sizes import model_parameters
 from tests.specs import tiny_run
 
@@ -132,3 +147,42 @@ def test_a_run_file_gives_each_site_its_plan(tmp_path: Path) -> None:
     assert files.load(file, overrides=["plan.tensor=1", "sites.site=1"]).spec.plan.ranks == 1
     (problem,) = files.read(saved, overrides=["plan.tensor=1"], saved=True).problems
     assert (problem.key, problem.value) == ("plan.tensor", 1) and "each table of sites.each has a plan" in problem.reason
+
+
+def _terms(data: dict[str, Any] | None = None, **parts: dict[str, Any]) -> dict[str, Any]:
+    fingerprint = {"manifest": "abc", "tokenizer": "bytes", "seq_len": 32, "seed": 0, "weights": [0.5, 0.5], "split": "train"}
+    run = at_site(tiny_run(**{"sites": {"count": 2}} | parts))
+    return json.loads(json.dumps(terms(run, fingerprint | (data or {}), version=1)))
+
+
+def _apart(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
+    return unequal(mine, theirs, "oslo", "site 1")
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({"sites": {"count": 2, "lr": 0.5}}, "sites.lr is 0.7 on oslo and 0.5 on site 1"),
+        ({"sites": {"count": 3}}, "sites.count is 2 on oslo and 3 on site 1"),
+        ({"sites": {"count": 2, "decides": 0}}, 'sites.decides is "none" on oslo and 0 on site 1'),
+        ({"sites": {"count": 2, "each": [{"share": 2}, {}]}}, r"sites.each.share is \[\] on oslo and \[2, 1\] on site 1"),
+        ({"train": {"seed": 2, "global_batch": 24}}, "train.global_batch is 8 on oslo and 24 on site 1; train.seed is 0"),
+        ({"optimizer": {"lr": 0.5}}, "optimizer.lr is 0.001 on oslo and 0.5 on site 1"),
+        ({"model": {"layers": 3}}, "model.layers is 4 on oslo and 3 on site 1"),
+        ({"data": {"weights": [0.1, 0.9]}}, r"data.weights is \[0.5, 0.5\] on oslo and \[0.1, 0.9\] on site 1"),
+        ({"data": {"manifest": "def", "weights": [1.0]}}, "run: the data differ. Start .* copy of the same prepared data$"),
+    ],
+)
+def test_what_two_sites_must_have_in_common_is_named(parts: dict[str, Any], said: str) -> None:
+    text = _apart(_terms(), _terms(**{name: table for name, table in parts.items() if name != "data"}, data=parts.get("data")))
+    assert re.search(said, text), text
+
+
+def test_what_concerns_one_site_may_differ() -> None:
+    parts: dict[str, Any] = {"plan": {"data": 2}, "fleet": {"spares": 1, "nodes": 3}, "checkpoint": {"every": 3}}
+    own = {"site": 1, "grace": 9.0, "place": "host", "addresses": ["a:1", "b:2"], "each": [{}, {"name": "bergen"}]}
+    parts |= {"sites": {"count": 2} | own, "train": {"device": "cpu", "init_from": "elsewhere"}}
+    assert _apart(_terms(), _terms(**parts)) == ""
+    together = {"count": 2, "method": "data-parallel"}
+    assert "plan.data is 1 on oslo and 2" in _apart(_terms(sites=together), _terms(sites=together, plan={"data": 2}))
+    assert "different versions" in _apart(_terms() | {"format": 2}, _terms())

@@ -90,7 +90,7 @@ def data_damaged(state: State, observation: observations.DataDamaged, fleet: Fle
 
 def not_this_run(state: State, observation: observations.NotThisRun, fleet: FleetSpec) -> Decision:
     """Stop, because a start with the changed file would be a different run. A person must undo the change of the file."""
-    return stop(state, [], ExitCode.FAILED, observation.error)
+    return stop(state, [], observation.code, observation.error)
 
 
 def store_away(state: State, observation: observations.StoreAway, fleet: FleetSpec) -> Decision:

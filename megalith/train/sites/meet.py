@@ -1,9 +1,11 @@
 """Builds a site's part in a run across sites: its connections to the other sites, and the checkpoints that it offers them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from megalith import disk
 from megalith.checkpoint.folder import DamagedCheckpointError, committed, read_manifest
@@ -13,10 +15,11 @@ from megalith.fleet.secure.peers import Address, Peers
 from megalith.fleet.secure.tls import Tls
 from megalith.parallel.groups import another
 from megalith.spec.sites import HEAD_BYTES, Fragment, SitesSpec, folder_of, fragments
+from megalith.spec.sites.terms import terms
 from megalith.train.assemble import Trainer
 from megalith.train.sites.council import Council
 from megalith.train.sites.merge import Sites
-from megalith.train.sites.messages import CheckpointOffer
+from megalith.train.sites.messages import FORMAT, CheckpointOffer
 from megalith.train.sites.progress import Progress
 from megalith.train.sites.record import ReplayedCouncil, recorded
 from megalith.train.sites.state import OuterState
@@ -34,11 +37,19 @@ class NoCertificate(RuntimeError):  # noqa: N818  # it says what is missing
     """The files named by `sites.tls` cannot be read, or do not match."""
 
 
-def build(trainer: Trainer, folder: Path, *, beat: Callable[[], object], asked: Callable[[], bool] = lambda: False) -> Sites:
+def build(
+    trainer: Trainer,
+    folder: Path,
+    *,
+    beat: Callable[[], object],
+    asked: Callable[[], bool] = lambda: False,
+    data: Mapping[str, Any] = MappingProxyType({}),
+) -> Sites:
     """Build this rank's part in the merges. All ranks of a site call this together.
 
     `folder`: the site's own folder. `beat` is called several times a second while the rank waits for other sites. `asked` returns True once
-    this rank is asked to stop. Raises NoKey if the rank has no key, NoCertificate, and OSError if it cannot listen at the site's address.
+    this rank is asked to stop. `data`: the fingerprint of the training samples, which must be equal on all sites.
+    Raises NoKey if the rank has no key, NoCertificate, and OSError if it cannot listen at the site's address.
     """
     run, spec = trainer.run, trainer.run.sites
     assert spec is not None
@@ -55,7 +66,8 @@ def build(trainer: Trainer, folder: Path, *, beat: Callable[[], object], asked: 
         patience, start = run.launch.timeout, run.launch.start_timeout
         usual = partial(AllSitesCouncil, every=run.checkpoint.every) if spec.exchanges_gradients else Council
         kind = partial(ReplayedCouncil, record=recorded([Path(folder) for folder in spec.replay])) if spec.replay else usual
-        council = kind(spec, site, peers, patience=patience, start=start, limit=run.fleet.wait_limit, beat=beat)
+        common = terms(run, data, version=FORMAT)
+        council = kind(spec, site, peers, patience=patience, start=start, limit=run.fleet.wait_limit, beat=beat, terms=common)
     kind_of_merge = SynchronousSites if spec.exchanges_gradients else Sites
     return kind_of_merge(run, cut, state, wholes, site=site, council=council, beat=beat, asked=asked)
 

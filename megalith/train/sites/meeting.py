@@ -12,11 +12,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.secure.peers import PeerGone
 from megalith.spec.sites import SitesSpec
 from megalith.train.sites.messages import LINE_BYTES, Hello, MergePoint
 from megalith.train.sites.roster import SiteRoster
 from megalith.train.sites.wire import Wire
+
+
+class UnequalSitesError(RuntimeError):
+    """The commands of two sites do not train the same run."""
+
+    exit_code = ExitCode.BAD_SPECIFICATION
 
 
 @dataclass(frozen=True)

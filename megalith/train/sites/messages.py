@@ -15,6 +15,8 @@ from megalith.spec.sites import HEAD_BYTES, STEP_BYTES, VERDICT_BYTES
 LENGTH_BYTES = 8
 """The number of bytes that the transport puts in front of a message."""
 LINE_BYTES = MARK_BYTES = 8
+FORMAT = 1
+"""The version of these messages, which sites compare when they meet."""
 _DIFFERENCE = struct.Struct(f">cB2xIQd{LINE_BYTES}s")  # kind, a request to stop, fragment, step, mean loss, line
 _VERDICT = struct.Struct(
     f">cB2xIQQQQQQI{LINE_BYTES}s"
@@ -62,7 +64,8 @@ class Hello:
     """The state of a site, which it sends to each site to which it connects. `line`: the name of the site's line of merges; empty if it
     takes part in none. `decides`: the decider of this line. `asks`: the site asks to join a line in progress. `cuts`: the site's
     checkpoints. `stand`: if the site takes part in no line, the merge at which it waits; else the merge at which its line began, if the
-    line did not begin from a checkpoint."""
+    line did not begin from a checkpoint. `terms`: what must be equal on all sites (`spec.sites.terms`), in the first message after each
+    connection."""
 
     kind = b"h"
     line: str = ""
@@ -70,6 +73,7 @@ class Hello:
     asks: bool = False
     cuts: tuple[CheckpointOffer, ...] = ()
     stand: MergePoint | None = None
+    terms: dict[str, Any] | None = None
 
     def pack(self) -> bytes:
         return self.kind + json.dumps(asdict(self)).encode()

@@ -2,14 +2,17 @@
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 from megalith.fleet.secure.peers import News, PeerGone
 from megalith.spec.sites import SitesSpec
+from megalith.spec.sites.terms import unequal
 from megalith.train.sites import messages
 from megalith.train.sites.differences import Differences
 from megalith.train.sites.joining import Joining
 from megalith.train.sites.leaving import Leaving
-from megalith.train.sites.meeting import Meeting
+from megalith.train.sites.meeting import Meeting, UnequalSitesError
 from megalith.train.sites.messages import (
     CheckpointOffer,
     Difference,
@@ -29,6 +32,7 @@ from megalith.train.sites.verdicts import Verdicts
 from megalith.train.sites.wire import Wire
 
 KEEPALIVE_SECONDS = 0.5  # between words of a site to the one that decides
+FAREWELL_SECONDS = 5.0  # that a site which is refused waits until the others have its last messages
 
 
 class SiteMessenger:
@@ -44,13 +48,15 @@ class SiteMessenger:
         start: float,
         limit: float,
         beat: Callable[[], object] = lambda: None,
+        terms: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """`wire` is None if the run has only one site. `patience`: seconds for which a merge waits for a site that the quorum needs, and
         for which a finished site stays at most until the others have received its messages. `start`: seconds that a site may take for its
         first round; a quorum that has met waits a quarter of this for further sites. `limit`: seconds to wait for a quorum. `beat` is
-        called several times a second."""
+        called several times a second. `terms`: what must be equal on all sites (`spec.sites.terms`)."""
         self.spec, self.site, self._wire = spec, site, wire
         self._patience, self._start_seconds, self._limit, self._beat = patience, start, limit, beat
+        self._terms, self._has_begun = dict(terms), False
         self._since: float | None = None  # when this site began to wait for the others
         self.line, self.decider = "", site
         self._cuts: Sequence[CheckpointOffer] = ()
@@ -80,7 +86,7 @@ class SiteMessenger:
         return self.decider == self.site
 
     def _follow(self, line: str, decider: int, stand: MergePoint | None = None) -> None:
-        self.line, self.decider, self._stand = line, decider, stand
+        self.line, self.decider, self._stand, self._has_begun = line, decider, stand, True
         self._start, self._lost_since = None, None
         self._verdicts.given.clear()
         self._meeting.clear()
@@ -168,7 +174,8 @@ class SiteMessenger:
 
     def _greet(self, site: int) -> None:
         """Send this site's state to a newly connected site, and send again the messages that a broken connection may have lost."""
-        self._post(Hello(self.line, self.decider if self.line else -1, cuts=tuple(self._cuts), stand=self._stand), to=site)
+        decides, cuts = self.decider if self.line else -1, tuple(self._cuts)
+        self._post(Hello(self.line, decides, cuts=cuts, stand=self._stand, terms=self._terms), to=site)
         for difference in self._differences.own:
             self._post(difference, to=site)
         for verdict in self._verdicts.given:
@@ -180,6 +187,8 @@ class SiteMessenger:
 
     def _note(self, site: int, message: Message) -> None:
         match message:
+            case Hello() if self._is_of_another_run(site, message):
+                pass
             case Hello():
                 self._meeting.note(site, message)
                 if self._meeting.has_left(self.line, self._stand, site, message):
@@ -204,3 +213,14 @@ class SiteMessenger:
                 self._leaving.note(site, message)
             case _:  # of a line that is over
                 pass
+
+    def _is_of_another_run(self, site: int, hello: Hello) -> bool:
+        """Return True if a site trains another run than this one, so that its message does not count: it gets this site's terms too, and
+        ends. Raises UnequalSitesError if this site has not begun either, because then nobody knows which of the two is wrong."""
+        if hello.terms is None or not (text := unequal(self._terms, hello.terms, *map(self.spec.named, (self.site, site)))):
+            return False
+        if not self._has_begun:
+            assert self._wire is not None
+            self._wire.close(seconds=FAREWELL_SECONDS)  # the other site must get this site's terms before this rank ends
+            raise UnequalSitesError(text)
+        return True

@@ -16,15 +16,11 @@ from megalith.spec.phases import Phases
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import SitesSpec, folder_of
 from megalith.spec.sites.deal import Deal
+from megalith.spec.sites.terms import DECIDE_BITS, DECIDE_NONE
 from megalith.train.sites.council import Council
 from megalith.train.sites.differences import SAME, OutOfStepError
 from megalith.train.sites.messages import Verdict
 from megalith.train.sites.pending import Pending
-
-DECIDE_BITS = ("model", "plan", "train", "optimizer", "sites")
-"""The tables of a run file that must not have changed during a run that is replayed."""
-DECIDE_NONE = ("site", "addresses", "decides", "grace", "tls", "link", "place", "replay")
-"""The keys of `[sites]` that, with given verdicts, do not affect the bits of the result."""
 
 
 class RecordError(ValueError):

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from megalith.fleet import causes
 from megalith.fleet.secure.peers import News, PeerGone
 from megalith.spec.sites import HEAD_BYTES, STEP_BYTES, VERDICT_BYTES, SiteSpec, SitesSpec
 from megalith.train.sites import messages
 from megalith.train.sites.checkpoint_offers import called
 from megalith.train.sites.council import Council
 from megalith.train.sites.differences import OutOfStepError
-from megalith.train.sites.meeting import Beginning
+from megalith.train.sites.meeting import Beginning, UnequalSitesError
 from megalith.train.sites.messages import (
     LENGTH_BYTES,
     CheckpointOffer,
@@ -98,8 +99,9 @@ class Wire:
 
 
 def _council(hub: Hub, site: int, *, start: str = "first", patience: float = 0.3, **spec: Any) -> Council:
+    terms = spec.pop("terms", {})
     sites = SitesSpec(**{"count": 3, "grace": 0.1} | spec)
-    return Council(sites, site, Wire(hub, site, start), patience=patience, start=0.4, limit=0.4)
+    return Council(sites, site, Wire(hub, site, start), patience=patience, start=0.4, limit=0.4, terms=terms)
 
 
 def _all(hub: Hub, **spec: Any) -> list[Council]:
@@ -243,6 +245,29 @@ def test_a_site_that_is_started_again_is_not_waited_for() -> None:
     verdict = councils[0].decide(1, 0, 8, 8, members={0: 0, 1: 0})
     assert verdict.joined == (2,) and again.decide(1, 0, 8, 8, members={0: 0, 1: 0}) == verdict
     assert again.differences(verdict, bytes_each=7)[1].step == 8
+
+
+def test_sites_that_would_train_different_runs_do_not_begin() -> None:
+    """Each of them ends, also if the other has ended before."""
+    hub = Hub()
+    both = [_council(hub, site, count=2, terms={"train.seed": site, "sites.lr": 0.7}) for site in range(2)]
+    both[0].listen()
+    for one, words in zip(both[::-1], ("1 on site 1 and 0 on site 0", "0 on site 0 and 1 on site 1"), strict=True):
+        with pytest.raises(UnequalSitesError, match=f"train.seed is {words}. Start all sites") as raised:
+            one.begin([], 1.0)
+        assert causes.status(raised.value) == 2 and "sites.lr" not in str(raised.value)
+
+
+def test_a_site_of_another_run_does_not_disturb_those_that_train() -> None:
+    hub = Hub()
+    councils = _all(hub, grace=60.0, terms={"train.seed": 0})
+    other = _council(hub, 2, start="again", grace=60.0, terms={"train.seed": 1})
+    _listen(councils[:2])
+    with pytest.raises(UnequalSitesError, match=r"site 2 and site . would not train the same run: train.seed is 1 on site 2"):
+        other.begin([], 5.0)
+    for one in councils[:2]:
+        one.post(_difference(4))
+    assert councils[0].decide(0, 0, 4, 4, members=MEMBERS).left == (2,) and not councils[0].asking({0: 0, 1: 0})
 
 
 def test_a_site_that_decides_and_does_not_train_may_join() -> None:
