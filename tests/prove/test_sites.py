@@ -160,7 +160,6 @@ def summed_gradients() -> Iterator[None]:
             "gradients' length, |factor - 1| beyond chance",
             marks=only_full,
         ),
-        pytest.param(own_gradients, {"sites": "two, data parallel"}, ALIKE, marks=only_full),
         (summed_gradients, {"sites": "two, data parallel"}, "gradient norm, relative"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
@@ -174,3 +173,10 @@ def test_a_planted_fault_is_found_where_it_is(
     assert proof.outcome == "NOT equal", proof.error
     gaps = {row.quantity for row in proof.gaps}
     assert found_in in gaps and (found_in != MERGED or gaps == {MERGED}), proof.gaps
+
+
+@only_full
+def test_sites_whose_weights_differ_end() -> None:
+    with own_gradients():
+        proof = _proved(sites="two, data parallel")
+    assert proof.outcome == "failed" and "the merged weights of fragment 0 from which sites trained" in proof.error

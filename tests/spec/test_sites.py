@@ -60,7 +60,7 @@ def test_vectors_are_sent_in_full() -> None:
 def test_bytes() -> None:
     assert encoded_bytes(129, 4) == 2 * 4 + 65
     assert encoded_bytes(129, 32) == 4 * 129
-    assert wire_bytes(Fragment(0, ())) == 40 + 44
+    assert wire_bytes(Fragment(0, ())) == 48 + 44
 
 
 def test_two_bits_send_as_many_times_fewer_bytes_than_gradients_as_the_guide_says() -> None:

@@ -12,9 +12,9 @@ from megalith.spec.state import Slot
 
 BLOCK = 128
 """Number of successive sent elements of a tensor that share a scale."""
-HEAD_BYTES = 40
+HEAD_BYTES = 48
 """Bytes of the header of a message with a fragment: kind, fragment number, step, request to stop, the site's mean loss, name of
-the line of merges, and length."""
+the line of merges, digest of the merged weights, and length."""
 VERDICT_BYTES, STEP_BYTES = 76, 8
 """Bytes of the message that names the merged sites, and further bytes for each site's step, if merges are asynchronous."""
 FRAME_BYTES, FRAME_PAYLOAD = 44, 1 << 20

@@ -6,13 +6,17 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from megalith.spec.sites import usual_name
-from megalith.train.sites.messages import Difference, Verdict
+from megalith.train.sites.messages import UNKNOWN, Difference, Verdict
 
 SAME = "All sites must run the same version and run file"
 
 
 class OutOfStepError(RuntimeError):
     """Another site sent an unexpected message, because the sites run different versions or run files."""
+
+
+class UnequalWeightsError(RuntimeError):
+    """Sites computed their weight differences from different merged weights, which should be equal on all sites."""
 
 
 class Differences:
@@ -62,7 +66,8 @@ class Differences:
         self, verdict: Verdict, line: str, *, bytes_each: int, waiting: Mapping[int, Sequence[int]] = MappingProxyType({})
     ) -> list[Difference]:
         """Return the weight differences that a verdict merges, in the order of the sites, and forget those that no later merge can
-        contain. `waiting`: as in `Verdict.takes`. Raises OutOfStepError if a difference does not have `bytes_each` bytes."""
+        contain. `waiting`: as in `Verdict.takes`. Raises OutOfStepError if a difference does not have `bytes_each` bytes, and
+        UnequalWeightsError if sites computed their differences from different merged weights."""
         takes = verdict.takes(waiting)
         found = [self.there(line, verdict.fragment, sent)[site] for site, sent in takes]
         for (site, _), one in zip(takes, found, strict=True):
@@ -71,9 +76,27 @@ class Differences:
                     f"{self._named(site)} sent fragment {one.fragment} of step {one.step} in {len(one.encoded)} bytes, but "
                     f"{self._named(self._site)} expects {bytes_each} bytes. {SAME}"
                 )
+        for sent in sorted({sent for _, sent in takes}):
+            self._compare_anchors(verdict, sent, {site: one for (site, at), one in zip(takes, found, strict=True) if at == sent})
         own = verdict.newest.get(self._site, -1) if self._late else verdict.sent
         self._merged[verdict.fragment] = max(own, self._merged.get(verdict.fragment, -1))
         mine = [key for key in self._there if key[:2] == (line, verdict.fragment) and key[2] <= verdict.sent]
         for key in sorted(mine)[: len(mine) - self._late]:
             del self._there[key]
         return found
+
+    def _compare_anchors(self, verdict: Verdict, sent: int, taken: Mapping[int, Difference]) -> None:
+        """Compare the merged weights from which sites computed the differences `taken` of step `sent`, and this site's own difference of
+        that step. In one step all sites have made the same merges, so all have the same merged weights. Raises UnequalWeightsError."""
+        own = [(self._site, one) for one in self._own[verdict.fragment] if one.step == sent]
+        sites = defaultdict[int, list[int]](list)
+        for site, one in sorted(dict([*own, *taken.items()]).items()):
+            if one.anchor != UNKNOWN:
+                sites[one.anchor].append(site)
+        if len(sites) > 1:
+            said = "; ".join(f"{anchor:016x} on {', '.join(map(self._named, held))}" for anchor, held in sites.items())
+            raise UnequalWeightsError(
+                f"at merge {verdict.number}, the merged weights of fragment {verdict.fragment} from which sites trained to step {sent} "
+                f"differ: their digest is {said}. They were altered on a site after an earlier merge. All sites must begin from an earlier "
+                "checkpoint; if this comes again, remove the checkpoints of the site that is wrong, which then gets the others' weights"
+            )

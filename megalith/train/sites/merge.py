@@ -21,7 +21,7 @@ from megalith.spec.sites.late import Backlog, Taken
 from megalith.train.sites import handover, outer, pieces
 from megalith.train.sites.council import Council
 from megalith.train.sites.meeting import Beginning
-from megalith.train.sites.messages import CheckpointOffer, Difference, JoinReply
+from megalith.train.sites.messages import UNKNOWN, CheckpointOffer, Difference, JoinReply
 from megalith.train.sites.progress import MergeResult, Midway, Progress, Round, StepShare, StopAsked
 from megalith.train.sites.reported import merge_event
 from megalith.train.sites.state import NOT_SENT, OuterState
@@ -108,9 +108,13 @@ class Sites:
         saved."""
         deal = self.progress.deal
         self._trains = self.site in deal.members
+        # A fragment that was merged since a late difference was taken has another anchor now.
+        sent = [(number, step) for number, step in enumerate(self.state.sent.tolist()) if step != NOT_SENT]
+        anchors = {(number, step): self._wholes.digest(self.fragments[number], self.state.merged) for number, step in sent}
         for step, number, message in self.state.flying:
             if self._council is not None and self.site in deal.due(step):
-                self._council.post(Difference(number, step, False, math.nan, message.clone()))
+                anchor = anchors.get((number, step), UNKNOWN)
+                self._council.post(Difference(number, step, False, math.nan, message.clone(), anchor=anchor))
         self._send_ready()
 
     def enter(self) -> int:
@@ -287,7 +291,7 @@ class Sites:
         deal.send(number, step)
         if self.site not in self.progress.deal.due(step):
             return {}
-        values = self._difference(fragment)
+        values, anchor = self._difference(fragment), wholes.digest(fragment, state.merged)
         whole = wholes.gather(fragment, values)
         message = torch.empty(fragment.bytes, dtype=torch.uint8)
         if self.leads:
@@ -306,7 +310,7 @@ class Sites:
             if place is not None:
                 place.copy_(message)
             loss = sum(self._losses) / len(self._losses) if self._losses else math.nan
-            self._council.post(Difference(number, step, self._stop, loss, message))
+            self._council.post(Difference(number, step, self._stop, loss, message, anchor=anchor))
         return {name: values[name] - told[name] for name in values.keys() & state.feedback.keys()}
 
     def _difference(self, fragment: Fragment) -> dict[str, Tensor]:

@@ -17,7 +17,8 @@ LENGTH_BYTES = 8
 LINE_BYTES = MARK_BYTES = 8
 FORMAT = 1
 """The version of these messages, which sites compare when they meet."""
-_DIFFERENCE = struct.Struct(f">cB2xIQd{LINE_BYTES}s")  # kind, a request to stop, fragment, step, mean loss, line
+UNKNOWN = 0  # in place of the digest of merged weights
+_DIFFERENCE = struct.Struct(f">cB2xIQd{LINE_BYTES}sQ")  # kind, a request to stop, fragment, step, mean loss, line, anchor
 _VERDICT = struct.Struct(
     f">cB2xIQQQQQQI{LINE_BYTES}s"
 )  # kind, stop, fragment, number, sent, step, three sets of sites, count, line
@@ -114,16 +115,18 @@ class Difference:
     encoded: Tensor
     """The encoded difference, scales and codes: uint8 on the CPU."""
     line: str = ""
+    anchor: int = UNKNOWN
+    """The digest of the fragment's merged weights (`WholeTensors.digest`) from which the site computed the difference."""
 
     def pack(self) -> bytes:
-        head = _DIFFERENCE.pack(self.kind, self.stop, self.fragment, self.step, self.loss, bytes.fromhex(self.line))
+        head = _DIFFERENCE.pack(self.kind, self.stop, self.fragment, self.step, self.loss, bytes.fromhex(self.line), self.anchor)
         return head + self.encoded.numpy().tobytes()
 
     @classmethod
     def unpack(cls, data: bytes) -> "Difference":
-        _, stop, fragment, step, loss, line = _DIFFERENCE.unpack_from(data)
+        _, stop, fragment, step, loss, line, anchor = _DIFFERENCE.unpack_from(data)
         encoded = torch.frombuffer(bytearray(data[_DIFFERENCE.size :]), dtype=torch.uint8)
-        return cls(fragment, step, bool(stop), loss, encoded, line.hex())
+        return cls(fragment, step, bool(stop), loss, encoded, line.hex(), anchor)
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,10 @@ class OuterState:
         off the device."""
         return self._inner.master(name)
 
+    def merged(self, name: str) -> Tensor:
+        """Return this rank's share of the merged weights; if sites exchange gradients, these are the site's own."""
+        return self.anchors[name] if name in self.anchors else self.weight(name)
+
     def put(self, name: str, values: Tensor) -> None:
         """Set this rank's share of the site's own weights, with which training continues, to `values`."""
         self._inner.put_master(name, values)

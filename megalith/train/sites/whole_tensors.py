@@ -1,6 +1,6 @@
 """Converts between whole tensors and the shares of a site's ranks, so that messages between sites do not depend on a site's plan."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -70,6 +70,16 @@ class WholeTensors:
             for box, part in zip(theirs, flat.split([box.numel for box in theirs]), strict=True):
                 whole[box.held.key][box.where] = part.view(box.held.sizes)
         return whole
+
+    def digest(self, fragment: Fragment, values: Callable[[str], Tensor]) -> int:
+        """Return a digest of a fragment's whole tensors, from 1 to 2^64 - 1: the sum of their 32-bit words, which does not depend on the
+        plan. All ranks of the site call this together. `values`: returns this rank's box of a tensor."""
+        total = torch.zeros((), dtype=torch.int64)
+        for name in (piece.name for piece in fragment.pieces if piece.name in self.owned):
+            total += values(name).float().contiguous().view(torch.int32).sum(dtype=torch.int64).cpu()
+        if self.size > 1:
+            dist.all_reduce(total, group=self.group)
+        return int(total) % (2**64 - 1) + 1
 
     def share(self, name: str, whole: Tensor) -> Tensor:
         """Return this rank's box of a whole tensor."""

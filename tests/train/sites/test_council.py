@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -19,10 +20,11 @@ from megalith.spec.sites import HEAD_BYTES, STEP_BYTES, VERDICT_BYTES, SiteSpec,
 from megalith.train.sites import messages
 from megalith.train.sites.checkpoint_offers import called
 from megalith.train.sites.council import Council
-from megalith.train.sites.differences import OutOfStepError
+from megalith.train.sites.differences import OutOfStepError, UnequalWeightsError
 from megalith.train.sites.meeting import Beginning, UnequalSitesError
 from megalith.train.sites.messages import (
     LENGTH_BYTES,
+    UNKNOWN,
     CheckpointOffer,
     Difference,
     FragmentValues,
@@ -169,6 +171,32 @@ def test_a_site_that_is_late_is_left_out_after_the_grace() -> None:
     for one in councils[:2]:
         one.post(_difference(8))
     assert councils[0].decide(1, 0, 8, 8, members=rest).joined == (2,)
+
+
+def test_sites_with_other_merged_weights_are_named() -> None:
+    named = tuple(SiteSpec(name=name) for name in ("oslo", "bergen", None))
+    councils = _all(Hub(), each=named)
+    for one, anchor in zip(councils, (10, 11, 10), strict=True):
+        one.post(replace(_difference(4), anchor=anchor))
+    verdicts = [one.decide(0, 0, 4, 4, members=MEMBERS) for one in councils]
+    said = "at merge 0, the merged weights of fragment 0 .* step 4 differ: .*000a on oslo, site 2; .*000b on bergen"
+    for one in councils:
+        with pytest.raises(UnequalWeightsError, match=said):
+            one.differences(verdicts[0], bytes_each=7)
+
+
+def test_a_late_difference_is_from_the_weights_of_its_own_step() -> None:
+    """Sites compare it with their own difference of that step, and none with an unknown digest."""
+    councils = _all(Hub(), staleness=1, grace=5.0)
+    for one, anchor in zip(councils, (10, 10, 11), strict=True):
+        one.post(replace(_difference(4), anchor=anchor))
+    for one, anchor in zip(councils, (12, 12, UNKNOWN), strict=True):
+        one.post(replace(_difference(8), anchor=anchor))
+    waiting = {0: (8,), 1: (8,), 2: (4, 8)}
+    verdict = councils[0].decide(1, 0, 8, 8, members=MEMBERS, waiting=waiting, staleness=1)
+    assert verdict.newest == {0: 8, 1: 8, 2: 8}
+    with pytest.raises(UnequalWeightsError, match=r"at merge 1, .* to step 4 differ: .*000a on site 0; .*000b on site 2"):
+        councils[0].differences(verdict, bytes_each=7)
 
 
 def test_a_late_site_is_waited_for_once_it_may_miss_no_merge() -> None:
@@ -590,10 +618,11 @@ def test_messages_come_back_as_they_were() -> None:
     every += [Verdict(7, 1, 4, 6, (0, 63), (1,), (2,), 64, True, LINE), Verdict(0, 0, 1, 1, (0,), line=LINE)]
     for message in every:
         assert messages.unpack(message.pack()) == message
-    difference = Difference(1, 4, True, 2.5, torch.arange(7, dtype=torch.uint8), LINE)
+    difference = Difference(1, 4, True, 2.5, torch.arange(7, dtype=torch.uint8), LINE, 2**64 - 1)
     found = messages.unpack(difference.pack())
     assert isinstance(found, Difference) and torch.equal(found.encoded, difference.encoded)
     assert (found.fragment, found.step, found.stop, found.loss, found.line) == (1, 4, True, 2.5, LINE)
+    assert found.anchor == 2**64 - 1
     held = messages.unpack(FragmentValues(3, torch.tensor([1.0, -0.0])).pack())
     assert isinstance(held, FragmentValues) and held.fragment == 3 and held.values.tolist() == [1.0, 0.0]
     assert len(difference.pack()) - 7 + LENGTH_BYTES == HEAD_BYTES
