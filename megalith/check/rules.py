@@ -299,6 +299,7 @@ RULES: tuple[Rule, ...] = (
     Rule("sites", sites.sites_stay_together),
     Rule("sites", sites.guards_repeat_no_exchange),
     Rule("sites", sites.addresses_are_each_sites),
+    Rule("sites", sites.certificates_are_there),
     Rule("sites", sites.sites_are_numbered),
     Rule("sites", sites.each_site_has_a_table),
     Rule("sites", sites.names_tell_sites_apart),

@@ -1,5 +1,6 @@
 """Rules about sites that train separately and merge their weights."""
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -223,6 +224,19 @@ def addresses_are_each_sites(case: Case) -> Found:
     if twice := next((one for one, times in Counter(sites.addresses).items() if times > 1), None):
         reason = f"has {twice} more than once, but two sites cannot listen at one address"
         yield error("sites.addresses", list(sites.addresses), reason, "Give each site an address of its own.")
+
+
+def certificates_are_there(case: Case) -> Found:
+    """The files that `sites.tls` names can be read. If the site's ranks may run on several nodes, this machine need not lead the site."""
+    sites = case.spec.sites
+    if sites is None or sites.tls is None or sites.count == 1 or not case.files:
+        return
+    report = error if case.spec.fleet.nodes == 1 else advice
+    for key, file in sites.tls:
+        if not (file.is_file() and os.access(file, os.R_OK)):
+            reason = f"{'cannot be read' if file.exists() else 'does not exist'} on this machine, so this site could not begin"
+            way_out = "Give the path of a PEM file; docs/guide/sites.md has the commands that create the three files."
+            yield report(f"sites.tls.{key}", str(file), reason, way_out)
 
 
 def sites_are_numbered(case: Case) -> Found:

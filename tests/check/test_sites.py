@@ -1,6 +1,7 @@
 """Rules about sites."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,6 +68,23 @@ def test_a_run_with_sites_is_valid() -> None:
 )
 def test_what_sites_cannot_do_is_refused(key: str, parts: dict[str, Any]) -> None:
     assert key in _keys(**parts)
+
+
+@pytest.mark.parametrize("own", [{"site": 1}, {}])
+def test_certificates_that_are_not_there_are_named(own: dict[str, Any], tmp_path: Path) -> None:
+    """On several nodes another machine may lead the site, and have the files."""
+    names = {key: str(tmp_path / f"{key}.pem") for key in ("certificate", "key", "authority")}
+    (tmp_path / "key.pem").write_text("key")
+
+    def found(*, files: bool = True, nodes: int = 1) -> list[tuple[str, str]]:
+        run = tiny_run(sites={"tls": names} | own, plan={"data": 2}, fleet={"nodes": nodes})
+        return [(one.severity, one.key) for one in check(run, files=files) if one.key.startswith("sites.tls")]
+
+    assert found() == [("error", "sites.tls.certificate"), ("error", "sites.tls.authority")] and not found(files=False)
+    assert {severity for severity, _ in found(nodes=2)} == {"advice"}
+    for name in ("certificate", "authority"):
+        (tmp_path / f"{name}.pem").write_text("certificate")
+    assert not found()
 
 
 def test_a_launcher_starts_the_ranks_of_one_site() -> None:
