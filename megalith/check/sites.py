@@ -112,6 +112,10 @@ def gradients_can_be_exchanged(case: Case) -> Found:
         "eager": False,
         "staleness": 0,
         "decides": None,
+        "grace": None,
+        "nesterov": True,
+        "error_feedback": True,
+        "feedback_decay": 1.0,
         "place": "device",
     }
     for key, value in plain.items():

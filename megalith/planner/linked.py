@@ -13,7 +13,7 @@ from megalith.spec.sites import FULL, SitesSpec, outer_slots
 from megalith.spec.sizes import model_parameters
 from megalith.spec.state import Slot
 
-KEPT = ("count", "site", "addresses", "each", "link", "tls", "grace")
+KEPT = ("count", "site", "addresses", "each", "link", "tls")
 """Keys of `[sites]` with the same meaning whether weights or gradients are exchanged."""
 
 

@@ -299,7 +299,7 @@ def run_of(choices: Choices) -> RunSpec:
             | clipping
             | (SMALL_MOMENTS if moments != "fp32" else {}),
             "loss_scale": {"initial": LOSS_SCALE},
-            **({"sites": GRACE | ({} if "method" in sites else ROUND) | sites} if sites else {}),
+            **({"sites": ({} if "method" in sites else GRACE | ROUND) | sites} if sites else {}),
         }
     )
     return at_site(run)

@@ -67,7 +67,6 @@ def replay(run_dir: Path, others: list[Path] | tuple[Path, ...], out: Path, *, c
     from megalith.checkpoint.read import read_full  # torch takes seconds to import
     from megalith.commands.train import train
     from megalith.fleet.exit_codes import ORDERLY
-    from megalith.spec import files
     from megalith.spec.toml import literal
     from megalith.train.sites.record import RecordError, recorded
 
@@ -76,8 +75,7 @@ def replay(run_dir: Path, others: list[Path] | tuple[Path, ...], out: Path, *, c
     folders = [str(folder.resolve()) for folder in (run_dir, *others)]
     recorded([Path(folder) for folder in folders])  # now, and not from the log of a rank
     request = RunRequest.in_folder(run_dir)
-    spec = files.read(request.file, saved=True).resolved.spec
-    settings = {"replay": folders, "site": None, "addresses": [], "tls": None, "grace": spec.launch.timeout}
+    settings = {"replay": folders, "site": None, "addresses": [], "tls": None}
     overrides = [f"sites.{key}={literal(value)}" for key, value in settings.items()]
     overrides.append("fleet.recover=false")  # a site that started again would wait for differences that the others no longer send
     trained = train(RunRequest(request.file, overrides, out, saved=True), console=console)

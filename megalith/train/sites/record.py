@@ -20,6 +20,7 @@ from megalith.spec.sites.terms import DECIDE_BITS, DECIDE_NONE
 from megalith.train.sites.council import Council
 from megalith.train.sites.differences import SAME, OutOfStepError
 from megalith.train.sites.messages import Verdict
+from megalith.train.sites.pace import Pace
 from megalith.train.sites.pending import Pending
 
 
@@ -119,10 +120,11 @@ def merged_samples(spec: RunSpec, made: Iterable[Verdict]) -> Iterator[int]:
 class ReplayedCouncil(Council):
     """A council that takes its verdicts from a record, and waits for all sites."""
 
-    def __init__(self, spec: SitesSpec, *arguments: Any, record: Mapping[int, Verdict], **named: Any) -> None:
-        """`record`: the verdicts, by the number of the merge. Other arguments are those of `Council`."""
-        super().__init__(spec, *arguments, **named)
-        self._record = record
+    def __init__(self, spec: SitesSpec, *arguments: Any, record: Mapping[int, Verdict], patience: float, **named: Any) -> None:
+        """`record`: the verdicts, by the number of the merge. Other arguments are those of `Council`. No site may be left out, so a merge
+        waits `patience` seconds for each."""
+        super().__init__(spec, *arguments, patience=patience, **named)
+        self.pace, self._record = Pace(patience, patience), record
 
     def quorum(self, sites: Collection[int]) -> bool:
         """True if `sites` are all of the run's sites."""
