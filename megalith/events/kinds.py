@@ -156,6 +156,11 @@ class Merge(Event):
     weights: list[int] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
 
+    @property
+    def all_sites(self) -> int:
+        """The number of all sites. In logs of earlier versions `sites` is that of the merged sites."""
+        return self.count or self.sites
+
     def named(self, site: int) -> str:
         """Return the name of a site."""
         return self.names[site] if site < len(self.names) else f"site {site}"

@@ -56,7 +56,7 @@ def _saved(run: History, made: Sequence[Merge]) -> str:
     sent = sum(one.bytes_sent for one in made)
     if run.start is None or not sent:
         return ""
-    instead = 4 * run.start.parameters * made[-1].step * (made[-1].sites - 1)
+    instead = 4 * run.start.parameters * made[-1].step * (made[-1].all_sites - 1)
     return f", {instead / sent:,.3g} times less than if it sent fp32 gradients after each step ({units.memory(instead)})"
 
 

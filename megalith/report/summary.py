@@ -140,4 +140,4 @@ def merges_of(run: History) -> Merges | None:
     if (run.spec.get("sites") or {}).get("method") != "data-parallel":  # gradients are exchanged within a step, weights after it
         whole += sum(one.seconds for one in made)
     sent, last = sum(one.bytes_sent for one in made), made[-1]
-    return Merges(len(made), last.sites, sent, waited, 1 - waited / whole if whole else 1.0, last.norm, last.spread)
+    return Merges(len(made), last.all_sites, sent, waited, 1 - waited / whole if whole else 1.0, last.norm, last.spread)

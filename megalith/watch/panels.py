@@ -321,7 +321,7 @@ def sites(source: Source, asked: Asked) -> dict[str, Any]:
     first site would have sent so far if it had sent fp32 gradients to every other site after each step."""
     made, merged = list(source.merges)[-POINTS:], source.merged
     last, start = made[-1] if made else None, source.start
-    instead = 4.0 * start.parameters * last.step * (last.sites - 1) if last and start else None
+    instead = 4.0 * start.parameters * last.step * (last.all_sites - 1) if last and start else None
     return {
         "merges": [
             {"step": one.step, "sent_after": one.sent, "fragment": one.fragment, "norm": one.norm, "spread": one.spread,
@@ -330,7 +330,7 @@ def sites(source: Source, asked: Asked) -> dict[str, Any]:
              "joined": [one.named(site) for site in one.joined]}
             for one in made
         ],
-        "sites": last.sites if last else None,
+        "sites": last.all_sites if last else None,
         "count": merged.merges,
         "sent": merged.sent,
         "waited": merged.waited,

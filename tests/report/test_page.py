@@ -216,6 +216,8 @@ def test_the_merges_of_sites(tmp_path):
     saved = 4 * start().parameters * 40 / (4 << 20)
     assert f"{saved:,.3g} times less than if it sent fp32 gradients after each step" in page
     assert "waited 1 s for other sites, 500 ms a round" in page
+    left = write(log(tmp_path, replace(made[-1], step=50, sites=1, count=2, merged=[0], losses=[3.5]))).read_text()
+    assert "5 merges of 2 sites" in left and "times less" in left and ", 0 times less" not in left, "one of them never came back"
     named = write(log(tmp_path, *(replace(one, names=["oslo", "bergen", "turku"]) for one in made))).read_text()
     assert "turku" in named and "bergen" not in named
     assert "site 0" in page and "site 2" in page and "site 1<" not in page and "merged weights&#x27; validation loss" in page

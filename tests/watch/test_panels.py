@@ -329,7 +329,7 @@ def test_causes_are_not_looked_for_again_at_once(tmp_path: Path, monkeypatch: py
 
 def test_the_merges_of_sites_with_bytes_saved(tmp_path: Path) -> None:
     """Totals include all merges, even those that are no longer drawn."""
-    merge = {"fragment": 0, "sites": 3, "losses": [3.0, None, 3.2], "bytes_received": 0, "seconds": 0.5}
+    merge = {"fragment": 0, "sites": 2, "count": 3, "losses": [3.0, None, 3.2], "bytes_received": 0, "seconds": 0.5}
     merge |= {"merged": [0, 1, 2], "left": [3], "names": ["oslo", "bergen", "turku", "umea"]}
     made = [
         events.Merge(step=10 * i, sent=10 * i, bytes_sent=700, waited=0.25, norm=1.0 / i, spread=0.5 / i, **merge)
@@ -343,6 +343,7 @@ def test_the_merges_of_sites_with_bytes_saved(tmp_path: Path) -> None:
         "merged": ["oslo", "bergen", "turku"], "left": ["umea"], "joined": [],
     }  # fmt: skip
     assert found["sent"] == 700 * len(made) and found["waited"] == 0.25 * len(made)
+    assert found["sites"] == 3, "all, not only those that merged last"
     assert found["instead"] == 4 * start().parameters * made[-1].step * 2, "to each of two others"
     assert panels.panel(_live(tmp_path / "alone"), "sites")["merges"] == []
 

@@ -38,7 +38,7 @@ def merge_event(
         step=verdict.step,
         sent=verdict.sent,
         fragment=verdict.fragment,
-        sites=len(verdict.merged),
+        sites=verdict.count,
         losses=[None if math.isnan(message.loss) else message.loss for message in messages],
         bytes_sent=len(others) * (mine * wire_bytes(fragment) + (telling if decider == site else 0)),
         bytes_received=(len(taken) - mine) * wire_bytes(fragment) + (0 if decider == site else telling),
