@@ -12,6 +12,7 @@ from megalith.report.summary import merges_of
 from megalith.report.svg import Series
 
 MAX_POINTS = 1000  # of a curve: of more merges, those at even distances
+MAX_MOVES = 10  # of sites that left or joined: of more, the newest
 
 
 def merge_section(run: History) -> str:
@@ -27,6 +28,7 @@ def merge_section(run: History) -> str:
         f"The first site's ranks waited {units.duration(found.waited)} for other sites, {units.duration(found.waited / rounds)} a round: "
         f"{units.percent(found.used)} of the time in steps and merges was not spent waiting.",
     ]
+    words += [f"{moves}." for moves in [_moves(made)] if moves]
     if run.validations:
         words.append(f"The merged weights' validation loss is {run.validations[-1].loss:.4f}.")
     shown = made[:: -(-len(made) // MAX_POINTS)]
@@ -58,6 +60,18 @@ def _saved(run: History, made: Sequence[Merge]) -> str:
         return ""
     instead = 4 * run.start.parameters * made[-1].step * (made[-1].all_sites - 1)
     return f", {instead / sent:,.3g} times less than if it sent fp32 gradients after each step ({units.memory(instead)})"
+
+
+def _moves(made: Sequence[Merge]) -> str:
+    """Return the newest of the sites that left or joined, in words."""
+    found = [
+        f"{one.named(site)} {verb} at step {one.step:,}"
+        for one in {one.number if one.number >= 0 else place: one for place, one in enumerate(made)}.values()
+        for verb, sites in (("left", one.left), ("joined", one.joined))
+        for site in sites
+    ]
+    earlier = f"{len(found) - MAX_MOVES} earlier ones, " if len(found) > MAX_MOVES else ""
+    return f"Sites that left and joined: {earlier}{', '.join(found[-MAX_MOVES:])}" if found else ""
 
 
 def _by_site(merge: Merge) -> list[tuple[int, float]]:

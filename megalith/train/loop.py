@@ -183,13 +183,8 @@ class Loop:
         self._first = step
         if self.guard:
             self.guard.adopt(step)
-        if self.log:
-            self.log.write(
-                Problem(
-                    "advice",
-                    f"this site has the merged weights of step {step} and trains as soon as the other sites include this site",
-                )
-            )
+        begins = "trains, with fresh moments, as soon as the other sites include this site"
+        self._say("advice", f"this site has the merged weights of step {step} and {begins}")
         return True
 
     def _step_and_merge(self, sites: Sites, stop: bool) -> bool:
@@ -214,10 +209,10 @@ class Loop:
         if self.log:
             for event in done.made:
                 self.log.write(event)
-            if done.refused:
-                self._warn(
-                    f"closed {done.refused} connections to this site's port that did not prove that they have the run's key"
-                )
+        for text in done.said:
+            self._say("advice", text)
+        if done.refused:
+            self._warn(f"closed {done.refused} connections to this site's port that did not prove that they have the run's key")
         return done.stop
 
     def _suspicious(self) -> bool:
@@ -424,8 +419,11 @@ class Loop:
             time.sleep(AGAIN_SECONDS)
 
     def _warn(self, message: str) -> None:
+        self._say("warning", message)
+
+    def _say(self, severity: str, message: str) -> None:
         if self.log:
-            self.log.write(Problem("warning", message))
+            self.log.write(Problem(severity, message))
 
     def _save(self, *, asynchronous: bool) -> None:
         phase = "checkpoint" if asynchronous else "last checkpoint"  # they take differently long

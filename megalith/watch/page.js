@@ -496,10 +496,11 @@ function fillRest() {
   panels.sites.style.display = merges.length ? "" : "none";
   if (merges.length) {
     const x = merges.map(m => m.step), last = merges[merges.length - 1];
+    const moves = merges.flatMap(m => [...m.left.map(s => s + " left at step " + whole(m.step)), ...m.joined.map(s => s + " joined at step " + whole(m.step))]).slice(-6);
     panels.apart.set([{name: "norm of the mean difference", x, y: merges.map(m => m.norm), colour: "c0", dots: true}, {name: "distance of the sites' differences from their mean", x, y: merges.map(m => m.spread), colour: "c1", dots: true}]);
     panels.waits.set([{name: "wait of the first site", x, y: merges.map(m => m.waited), colour: "c3", dots: true}]);
     panels.waited.replaceChildren(legend([["wait of the first site for others at each merge", "c3"]]));
-    panels.merged.replaceChildren(legend([["norm of the mean difference", "c0"], ["root mean square distance of the sites' differences from their mean", "c1"]]), h("p", {class: "muted"}, whole(merged.count) + " merges of " + merged.sites + " sites, last with losses " + last.losses.map((v, i) => (last.merged[i] ? last.merged[i] + " " : "") + (v === null ? "?" : v.toFixed(3))).join(", ") + ". The first site sent " + bytes(merged.sent) + (merged.instead ? ", where gradients in fp32 after each step would be " + bytes(merged.instead) : "") + ". Its ranks waited " + duration(merged.waited) + " for others."));
+    panels.merged.replaceChildren(legend([["norm of the mean difference", "c0"], ["root mean square distance of the sites' differences from their mean", "c1"]]), h("p", {class: "muted"}, whole(merged.count) + " merges of " + merged.sites + " sites, last with losses " + last.losses.map((v, i) => (last.merged[i] ? last.merged[i] + " " : "") + (v === null ? "?" : v.toFixed(3))).join(", ") + ". The first site sent " + bytes(merged.sent) + (merged.instead ? ", where gradients in fp32 after each step would be " + bytes(merged.instead) : "") + ". Its ranks waited " + duration(merged.waited) + " for others." + (moves.length ? " Newest changes: " + moves.join(", ") + "." : "")));
   }
   const errors = now().precision, looked = errors ? Object.entries(errors.errors) : [];
   panels.precision.style.display = looked.length ? "" : "none";

@@ -2,6 +2,7 @@
 number of sites."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from megalith.checkpoint.folder import find
-from megalith.events import Holding, Merge, RunStarted, Step, Validation, of_kind, read
+from megalith.events import Holding, Merge, Problem, RunStarted, Step, Validation, of_kind, read
 from megalith.parallel.data import local
 from megalith.prove.site_merges import Reference
 from megalith.report.history import history
@@ -384,6 +385,9 @@ def test_a_site_that_is_killed_comes_back(data: Path, tmp_path: Path) -> None:
     left, joined = ([getattr(one, name) for one in made if getattr(one, name)] for name in ("left", "joined"))
     assert left == joined and left[0] == [1]
     assert made[-1].merged == [0, 1]
+    said = [one.message for site in range(2) for one in of_kind(read(folder_of(folder, site)), Problem)]
+    assert sum("site 1 joined" in text and "fresh moments" in text for text in said) >= 2, "at both sites"
+    assert any("this site has the merged weights" in text and "fresh moments" in text for text in said)
     one, other = final_state(folder), final_state(folder_of(folder, 1))
     assert all(torch.equal(tensor, other[name]) for name, tensor in _weights(one).items())
     assert made[-1].samples == steps * 12 and _ledger(spec, folder) == list(range(steps * 12))
@@ -487,6 +491,11 @@ def test_a_site_that_never_comes_back_loses_no_sample(data: Path, tmp_path: Path
         assert finish(second) == [-signal.SIGKILL] and finish(first) == [0]
     made = list(of_kind(read(folder), Merge))
     assert [one.left for one in made if one.left] == [[1]] and made[-1].merged == [0]
+    (text,) = [one.message for one in of_kind(read(folder), Problem) if "site 1 left" in one.message]
+    (at,) = [one.step for one in made if one.left]
+    assert re.match(f"site 1 left at step {at}: its [1-9]", text) and text.endswith(
+        "samples that no merge contains are dealt out again"
+    )
     assert made[-1].samples == 12 * 12 and _ledger(spec, folder) == list(range(12 * 12))
     last = position(folder)["step"]
     assert last > 12, "one site alone needs more steps"

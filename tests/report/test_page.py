@@ -218,6 +218,11 @@ def test_the_merges_of_sites(tmp_path):
     assert "waited 1 s for other sites, 500 ms a round" in page
     left = write(log(tmp_path, replace(made[-1], step=50, sites=1, count=2, merged=[0], losses=[3.5]))).read_text()
     assert "5 merges of 2 sites" in left and "times less" in left and ", 0 times less" not in left, "one of them never came back"
+    moved = [replace(made[0], number=7, step=60, left=[2]), replace(made[0], number=8, step=70, joined=[2])]
+    said = write(log(tmp_path, *moved[:1], *moved)).read_text()
+    assert (
+        "Sites that left and joined: site 2 left at step 60, site 2 joined at step 70." in said and "left and joined" not in page
+    )
     named = write(log(tmp_path, *(replace(one, names=["oslo", "bergen", "turku"]) for one in made))).read_text()
     assert "turku" in named and "bergen" not in named
     assert "site 0" in page and "site 2" in page and "site 1<" not in page and "merged weights&#x27; validation loss" in page

@@ -104,7 +104,9 @@ def test_samples_handed_back_are_dealt_out_first() -> None:
     deal, phases = Deal.first(2), Phases.of(_run(2, 20))
     for step in range(2):
         deal.deal(step, phases, 240)
-    deal.merge(sent=2, step=2, merged={0}, left={1}, joined=())
+    assert (
+        deal.merge(sent=2, step=2, merged={0}, left={1}, joined=()) == {1: sum(share.size for share in deal.returned)} != {1: 0}
+    )
     assert deal.returned == [Share(6, 6), Share(18, 6)]
     assert [deal.deal(step, phases, 240) for step in (2, 3, 4)] == [{0: Share(6, 6)}, {0: Share(18, 6)}, {0: Share(24, 6)}]
     deal.merge(sent=5, step=5, merged={0}, left=(), joined={1})

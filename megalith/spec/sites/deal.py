@@ -125,20 +125,20 @@ class Deal:
         joined: Collection[int],
         fragment: int = 0,
         steps: Sequence[int] = (),
-    ) -> None:
+    ) -> dict[int, int]:
         """Record a merge after `step` steps, of the differences of a fragment that the sites `merged` sent after `sent` steps. If
         merges are asynchronous, `steps` has for each merged site the step of its newest merged difference. The sites `left` stop
-        training and return their shares; the sites `joined` train after this merge."""
+        training and return their shares; the sites `joined` train after this merge. Return the number of samples that each site has
+        returned."""
         newest = dict(zip(merged, steps or [sent] * len(merged), strict=True))
         if self.backlog is not None:
             self.backlog.merge(fragment, newest, left)
         for site, last in newest.items():
             self.open[site] = [one for one in self.open.get(site, []) if one[0] > last]
-        for site in left:
-            self.returned += [share for _, share in self.open.pop(site, [])]
-            self.members.pop(site, None)
-        self.returned.sort()
-        self.members |= dict.fromkeys(joined, step)
+        given = {site: [share for _, share in self.open.pop(site, [])] for site in left}
+        self.returned = sorted([*self.returned, *(share for shares in given.values() for share in shares)])
+        self.members = {site: since for site, since in self.members.items() if site not in given} | dict.fromkeys(joined, step)
+        return {site: sum(share.size for share in shares) for site, shares in given.items()}
 
     def due(self, sent: int) -> set[int]:
         """Return the sites that send differences after `sent` steps: those that joined earlier and so have trained a step."""

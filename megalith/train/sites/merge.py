@@ -23,7 +23,7 @@ from megalith.train.sites.council import Council
 from megalith.train.sites.meeting import Beginning
 from megalith.train.sites.messages import UNKNOWN, CheckpointOffer, Difference, JoinReply
 from megalith.train.sites.progress import MergeResult, Midway, Progress, Round, StepShare, StopAsked
-from megalith.train.sites.reported import merge_event
+from megalith.train.sites.reported import membership, merge_event
 from megalith.train.sites.state import NOT_SENT, OuterState
 from megalith.train.sites.whole_tensors import WholeTensors
 from megalith.train.step_hooks import StepHook
@@ -185,7 +185,7 @@ class Sites:
         with suppress(StopAsked):
             for one in self._merges(step):
                 made.append(one)  # those before the stop count
-        if any(self.site in verdict.joined for verdict, _ in made):
+        if any(self.site in one.verdict.joined for one in made):
             self.state.begin_anew()
             self._losses.clear()
             self._trains = True
@@ -197,9 +197,10 @@ class Sites:
 
     def _outcome(self, made: Sequence[MergeResult]) -> Round:
         alone = self.progress.midway is not None or (self._stop and not self._trains)
-        stopping = alone or any(verdict.stop for verdict, _ in made)
+        stopping = alone or any(one.verdict.stop for one in made)
         before, self._refused = self._refused, self._council.turned_away if self._council is not None else 0
-        return Round(tuple(event for _, event in made if event is not None), stopping, self._refused - before)
+        said = [text for one in made for text in one.said]
+        return Round([one.event for one in made if one.event is not None], stopping, self._refused - before, said)
 
     def end(self, step: int) -> bool:
         """After the run's final step is saved, wait until enough other sites have saved its merges too, so that all end with the same
@@ -350,7 +351,7 @@ class Sites:
         others = (deal.due(sent) if self.spec.staleness else {*verdict.merged}) - {self.site}
         deal.counted.pop(number, None)
         members = {"merged": verdict.merged, "left": verdict.left, "joined": verdict.joined}
-        deal.merge(sent=sent, step=step, **members, fragment=number, steps=verdict.steps)
+        returned = deal.merge(sent=sent, step=step, **members, fragment=number, steps=verdict.steps)
         deal.count, deal.shares = verdict.count, self.spec.shares
         progress.merges, progress.mark = progress.merges + 1, verdict.mark(progress.mark)
         self._trains &= self.site not in verdict.left
@@ -361,7 +362,7 @@ class Sites:
             names=self.spec.names, total=self.total, mark=progress.mark, spread=spread.tolist(), waited=waited,
             seconds=time.perf_counter() - began,
         )  # fmt: skip
-        return MergeResult(verdict, event)
+        return MergeResult(verdict, event, membership(verdict, returned, self.spec))
 
     def _serve(self, step: int, members: Collection[int]) -> None:
         """Send the merged weights to sites that ask for them and are not among `members`. All ranks of the decider take part, because the

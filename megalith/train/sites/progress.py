@@ -58,11 +58,13 @@ class Progress:
 @dataclass(frozen=True)
 class Round:
     """The outcome of the merges after a step. `made`: the events of these merges, on the leading rank. `stop`: the site must stop now.
-    `refused`: the number of connections since the last round that did not prove possession of the run's key."""
+    `refused`: the number of connections since the last round that did not prove possession of the run's key. `said`: a sentence about each
+    site that left or joined."""
 
     made: Sequence[Merge] = ()
     stop: bool = False
     refused: int = 0
+    said: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,8 @@ class StepShare:
 
 
 class MergeResult(NamedTuple):
-    """A merge that was made: its verdict and, on the leading rank only, its event."""
+    """A merge that was made: its verdict, sentences about sites that left or joined and, on the leading rank only, its event."""
 
     verdict: Verdict
     event: Merge | None
+    said: Sequence[str] = ()

@@ -1,13 +1,27 @@
 """Builds the event of a merge, on a site's leading rank."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from megalith.events import Merge
-from megalith.spec.sites import Fragment, verdict_bytes, wire_bytes
+from megalith.spec.sites import Fragment, SitesSpec, verdict_bytes, wire_bytes
 from megalith.spec.sites.deal import Deal
 from megalith.spec.sites.late import Taken
 from megalith.train.sites.messages import Difference, Verdict
+
+
+def membership(verdict: Verdict, returned: Mapping[int, int], spec: SitesSpec) -> list[str]:
+    """Return a sentence about each site that leaves or joins with a merge. `returned`: the number of samples that each leaving site
+    returns."""
+    left = [
+        f"{spec.named(site)} left at step {verdict.step}: its {returned.get(site, 0)} samples that no merge contains are dealt out again"
+        for site in verdict.left
+    ]
+    joined = [
+        f"{spec.named(site)} joined at step {verdict.step}: it trains with the merged weights and fresh moments"
+        for site in verdict.joined
+    ]
+    return left + joined
 
 
 def merge_event(
