@@ -263,7 +263,10 @@ def each_site_has_a_table(case: Case) -> Found:
     if sites is not None and sites.each and len(sites.each) != sites.count:
         reason = f"has {len(sites.each)} tables for sites.count = {sites.count}"
         yield error(
-            "sites.each", len(sites.each), reason, "Write one table for each site, in the order of their numbers, or none."
+            "sites.each",
+            len(sites.each),
+            reason,
+            "Write one table for each site, in the order of their numbers, or none; or leave out sites.count.",
         )
 
 

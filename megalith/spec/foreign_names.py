@@ -206,6 +206,13 @@ MEANINGS_IN: dict[str, dict[str, Meaning]] = {
         **dict.fromkeys(("router", "routers"), Meaning("", f"Routers are {NEVER_NARROW}")),
         **dict.fromkeys(("norm", "norms"), Meaning("", f"Norms are {NEVER_NARROW}")),
     },
+    "sites": dict.fromkeys(
+        ("names", "name", "site", "sites", "plans", "shares", "clusters"),
+        Meaning(
+            "sites.each",
+            "write a table [[sites.each]] for each site, in the order of the sites' numbers, with name, plan, share or cluster.",
+        ),
+    ),
 }
 """Meanings of the names that differ under a table."""
 

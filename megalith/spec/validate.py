@@ -340,6 +340,9 @@ def _way_out(fault: _Fault) -> str:
     if kind == "missing":
         preset = ' Or name a preset: preset = "tiny".' if path[0] == "model" and len(path) == 2 else ""
         return f'Write "{key(str(path[-1]))} = ..." under [{dotted(path[:-1])}]{about}.{preset}'
+    tables = isinstance(fault.value, list) and all(isinstance(one, dict) for one in fault.value)
+    if tables and path[0] == "sites" and (found := _meaning(fault)):
+        return found.way_out()
     write = WRITE.get(kind, "Write another value").format(**fault.context)
     if field is None:
         return f"{write}."

@@ -148,7 +148,7 @@ def test_names_of_sites_tell_them_apart() -> None:
     ],
 )
 def test_what_a_site_cannot_have_is_refused(key: str, each: list[dict[str, Any]], batch: int) -> None:
-    run = tiny_run(sites={"inner_steps": 2, "site": 1, "each": each}, train={"global_batch": batch})
+    run = tiny_run(sites={"count": 2, "inner_steps": 2, "site": 1, "each": each}, train={"global_batch": batch})
     run = at_site(run) if len(each) == 2 else run
     found = {one.key for one in check(run, files=False) if one.severity == "error"}
     assert key in found and not any(one.startswith("plan") for one in found)

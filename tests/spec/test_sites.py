@@ -186,3 +186,22 @@ def test_what_concerns_one_site_may_differ() -> None:
     together = {"count": 2, "method": "data-parallel"}
     assert "plan.data is 1 on oslo and 2" in _apart(_terms(sites=together), _terms(sites=together, plan={"data": 2}))
     assert "different versions" in _apart(_terms() | {"format": 2}, _terms())
+
+
+def _read(text: str, folder: Path) -> list[str]:
+    """Return the problems of a run file with these tables of sites."""
+    (folder / "run.toml").write_text(
+        f'[model]\npreset = "tiny"\n[data]\npath = "x"\n[train]\nsteps = 9\nglobal_batch = 6\nseq_len = 32\n{text}'
+    )
+    return [str(problem) for problem in files.read(folder / "run.toml").problems]
+
+
+def test_the_tables_of_sites_count_them(tmp_path: Path) -> None:
+    """The number may be left out; another number is refused by `check`."""
+    tables = "[[sites.each]]\n" * 3
+    assert not _read(tables, tmp_path) and files.load(tmp_path / "run.toml").spec.sites.count == 3  # type: ignore[union-attr]
+    assert SitesSpec(each=()).count == 2 and SitesSpec(count=2, each=({}, {}, {})).count == 2  # type: ignore[arg-type]
+    for text in ('[sites]\nnames = ["oslo", "bergen"]\n', '[[sites.site]]\nname = "oslo"\n'):
+        (found,) = _read(text, tmp_path)
+        assert "Use sites.each: write a table [[sites.each]] for each site" in found
+    assert "write a whole number" in _read('[sites]\nsite = "1"\n', tmp_path)[0].lower()
