@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import zip_longest
+from math import gcd
 from typing import Any
 
 from pydantic import ValidationError
@@ -16,6 +17,7 @@ from megalith.spec.phases import DATA, RAMP, Phases
 from megalith.spec.plan import Plan
 from megalith.spec.problem import Problem
 from megalith.spec.run import RunSpec
+from megalith.spec.sites import part_of_batch, unit_of
 from megalith.spec.toml import dotted, literal
 from megalith.spec.validate import differing, flat
 
@@ -99,6 +101,7 @@ def check_resume(
         found += other_sets(saved, asked.plan, "plan")
         found += _other_moments(saved, asked)
         found += _another_number(saved, asked, way_out)
+        found += _undivided_shares(saved, asked, samples)
     return [replace(problem, source=(provenance or {}).get(problem.key, "")) for problem in found]
 
 
@@ -111,6 +114,28 @@ def _another_number(saved: RunSpec, asked: RunSpec, way_out: str) -> Found:
             "a new site would lack the optimizer's state"
         )
         yield error("sites.count", now.count, reason, way_out)
+
+
+def _undivided_shares(saved: RunSpec, asked: RunSpec, samples: int | None) -> Found:
+    """Yield an error if the number of sites or their shares have changed, and the plan cannot divide the shares of the saved run, which
+    stay until the next merge and in which the samples of removed sites are dealt out again."""
+    was, now = saved.sites, asked.sites
+    if was is None or now is None or now.exchanges_gradients or (was.count, was.shares) == (now.count, now.shares):
+        return
+    batch, unit = Phases.of(saved).at(samples or 0).global_batch, unit_of(asked)
+    sizes = sorted({part_of_batch(batch, site, was.count, was.shares) for site in range(was.count)})
+    if all(size % unit == 0 for size in sizes):
+        return
+    key, value = ("sites.count", now.count) if was.count != now.count else ("sites.each", len(now.each))
+    shares = " and ".join(map(str, sizes))
+    reason = (
+        f"the run in this folder deals out shares of {shares} samples until its next merge, but plan.data x plan.microbatch = {unit} "
+        "does not divide them"
+    )
+    *fewer, most = (number for number in range(1, gcd(*sizes) + 1) if gcd(*sizes) % number == 0)
+    may = f"{', '.join(map(str, fewer))} or {most}" if fewer else str(most)
+    back = f"sites.count = {was.count}" if was.count != now.count else "the shares of before"
+    yield error(key, value, reason, f"Use a plan with data x microbatch = {may}, or {back}, until the run has made a merge.")
 
 
 def _other_moments(saved: RunSpec, asked: RunSpec) -> Found:

@@ -62,6 +62,21 @@ def test_sites_may_come_and_go_and_move_but_not_merge_in_another_way():
     assert check_resume(spec(), before), "a run without sites"
 
 
+def test_shares_of_before_must_be_divided_until_the_next_merge():
+    before = spec("sites.count=2", "train.global_batch=12", "plan.data=2")
+    (problem,) = check_resume(before, spec("sites.count=1", "train.global_batch=12", "plan.data=4"))
+    assert problem.key == "sites.count" and "deals out shares of 6 samples until its next merge" in problem.reason
+    assert problem.way_out == (
+        "Use a plan with data x microbatch = 1, 2, 3 or 6, or sites.count = 2, until the run has made a merge."
+    )
+    assert not check_resume(before, spec("sites.count=1", "train.global_batch=12", "plan.data=3"))
+    assert not check_resume(spec("sites.count=1", "train.global_batch=12", "plan.data=4"), before)
+    each = [f"sites.each=[{{ share = {share} }}, {{ share = 1 }}]" for share in (2, 1)]
+    for ranks, keys in ((4, []), (3, ["sites.each"])):
+        found = check_resume(*(spec("train.global_batch=12", f"plan.data={ranks}", one) for one in each))
+        assert [one.key for one in found] == keys
+
+
 def test_what_may_change_exists():
     tables = [f"sites.tls.{name}={name}.pem" for name in ("certificate", "key", "authority")]
     tables += ["sites.link.megabits=10", "sites.link.milliseconds=100"]
