@@ -3,6 +3,7 @@
 from typing import Any
 
 from megalith.check import check
+from megalith.check.case import next_multiple
 from megalith.spec.cluster import OWN, ClusterSpec
 from megalith.spec.phases import DATA as DATA_PHASES
 from megalith.spec.phases import RAMP, Phases
@@ -44,10 +45,24 @@ def across_sites(spec: RunSpec, *, out: bool, cluster: str | None, batch: int | 
         found.append(
             Problem("error", "sites.each", len(sites.each), reason, "Leave out the clusters, or the phases and the batch ramp.")
         )
-    if own_batch(spec) == 0:
-        reason = f"this batch leaves sites without samples: the sites divide a step's samples into {sites.parts} parts"
-        found.append(Problem("error", "train.global_batch", spec.train.global_batch, reason, f"Use {sites.parts} or more."))
+    if batch is None:  # else the option is one site's batch
+        found += _undivided(spec, sites.parts, chosen=named)
     return found
+
+
+def _undivided(spec: RunSpec, parts: int, *, chosen: bool) -> list[Problem]:
+    """Return the problem of the first batch of a run that does not divide into the parts that sites read. `chosen`: the planner chooses
+    other parts."""
+    if own_batch(spec) == 0:
+        reason = f"this batch leaves sites without samples: the sites divide a step's samples into {parts} parts"
+        return [Problem("error", "train.global_batch", spec.train.global_batch, reason, f"Use {parts} or more.")]
+    phase = next((one for one in Phases.of(spec).all if one.global_batch % parts), None)
+    if chosen or phase is None:
+        return []
+    key, size = phase.set_by.get("global_batch", "train.global_batch"), phase.global_batch
+    reason = f"is not a multiple of {parts}, the number of parts into which the sites divide a step's samples"
+    near_ones = " or ".join(str(n) for n in (size // parts * parts, next_multiple(size, parts)) if n)
+    return [Problem("error", key, size, reason, f"Use {near_ones}.")]
 
 
 def unpublished(name: str, cluster: ClusterSpec) -> list[Problem]:

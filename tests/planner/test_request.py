@@ -266,3 +266,24 @@ def test_a_plan_for_one_site_is_not_written_for_a_run_whose_sites_differ(tmp_pat
     (tmp_path / "run.toml").write_text(text)
     with pytest.raises(SpecErrors, match="--out"):
         resolve(PlanRequest(path=tmp_path / "run.toml", cluster="cpu:2", out=True))
+
+
+@pytest.mark.parametrize(
+    ("lines", "key", "way_out"),
+    [
+        ("global_batch = 1024", "train.global_batch", "Use 1023 or 1026."),
+        ("global_batch = 2", "train.global_batch", "Use 3 or more."),
+        (
+            "global_batch = 12\nbatch_ramp = [{ begin = 640, global_batch = 16 }]",
+            "train.batch_ramp[0].global_batch",
+            "Use 15 or 18.",
+        ),
+    ],
+)
+def test_a_batch_that_sites_cannot_divide_is_refused_and_not_changed(tmp_path: Path, lines: str, key: str, way_out: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(f'model.preset = "tiny"\ndata.path = "d"\n[sites]\ncount = 3\n[train]\nsteps = 500\nseq_len = 128\n{lines}\n')
+    with pytest.raises(SpecErrors) as raised:
+        resolve(PlanRequest(path=path, cluster="h100:4"))
+    assert [(one.key, one.way_out) for one in raised.value.problems] == [(key, way_out)]
+    assert resolve(PlanRequest(path=path, cluster="h100:4", global_batch=32)).run.train.global_batch == 32
