@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megalith.check.sites import made_apart
-from megalith.cost.across import CHOSEN, Across, across, choose
+from megalith.cost.across import CHOSEN, GOOD, Across, across, choose
 from megalith.planner.request import ResolvedRequest
 from megalith.spec.model import MoeSpec
 from megalith.spec.run import RunSpec
@@ -30,6 +30,7 @@ class LinkChoice:
     proposed: Across | None
     gain: float | None
     together: Across | None = None
+    merging: Across | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return everything by name."""
@@ -38,6 +39,7 @@ class LinkChoice:
             "proposed": None if self.proposed is None else self.proposed.to_json(),
             "gain": self.gain,
             "together": None if self.together is None else self.together.to_json(),
+            "merging": None if self.merging is None else self.merging.to_json(),
         }
 
 
@@ -59,7 +61,16 @@ def linked(request: ResolvedRequest, step: float, alone: Callable[[], float | No
     one = alone()
     gain = None if one is None else one * (proposed or said).use / step
     together = None if exact is None else across(shapes, exact, step, steps=steps)
-    return LinkChoice(said, chosen, proposed, gain, together)
+    merging = None
+    if said.gradients and said.use < GOOD:
+        apart = choose(shapes, _with_kept(sites), step, free=CHOSEN, rounds_well=rounds_well, longest=steps)
+        merging = across(shapes, apart, step, steps=steps)
+    return LinkChoice(said, chosen, proposed, gain, together, merging)
+
+
+def _with_kept(sites: SitesSpec, **values: Any) -> SitesSpec:
+    """A table of sites with the keys in KEPT of another one, and with `values`."""
+    return SitesSpec(**{key: getattr(sites, key) for key in KEPT if key in sites.model_fields_set}, **values)
 
 
 def _together(request: ResolvedRequest, sites: SitesSpec) -> SitesSpec | None:
@@ -70,8 +81,7 @@ def _together(request: ResolvedRequest, sites: SitesSpec) -> SitesSpec | None:
     guarded = run.fleet.recover and run.fleet.verify_every > 0
     if sites.exchanges_gradients or guarded or any(made_apart(run, experts=experts)):
         return None
-    kept = {key: getattr(sites, key) for key in KEPT if key in sites.model_fields_set}
-    return SitesSpec(method="data-parallel", **kept)
+    return _with_kept(sites, method="data-parallel")
 
 
 def _is_every_step(sites: SitesSpec) -> bool:

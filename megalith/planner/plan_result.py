@@ -115,7 +115,7 @@ class PlanResult:
             "frontier": [one.to_json() | self._said(one.choice) for one in self.frontier],
             "what_ifs": [one.to_json() | self._said(one.choice) for one in self.what_ifs],
             "phases": [one.to_json() for one in self.phases],
-            **(dict.fromkeys(("across", "proposed", "gain", "together")) if self.linked is None else self.linked.to_json()),
+            **(dict.fromkeys(("across", "proposed", "gain", "together", "merging")) if self.linked is None else self.linked.to_json()),
             "sites": [] if self.site_plans is None else self.site_plans.to_json(),
             "gains": None if self.gains is None else self.gains.to_json(),
         }  # fmt: skip

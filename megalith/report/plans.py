@@ -273,13 +273,15 @@ def across(found: PlanResult) -> str:
         return ""
     said, proposed = linked.said, linked.proposed
     lines = [f"{said.sites} sites with the run file's method: {_waits(said)}"]
-    if said.use < GOOD:
+    if linked.merging is not None:
+        lines.append(f'To wait less, use method = "merge". With keys that suit this link: {_waits(linked.merging)}')
+    elif said.use < GOOD:
         shortest = f"To compute for {GOOD:.0%} of the time, set inner_steps = {said.shortest}" if said.shortest else ""
         lines[0] += f" {shortest or f'With no inner_steps up to {INTERVALS[-1]} does a site compute for {GOOD:.0%} of the time'}."
     if proposed is not None and proposed != said:
         lines.append(f"method chosen for this link: {_waits(proposed)}")
-        if proposed.use < GOOD:
-            lines.append(f"The link is too slow to compute for {GOOD:.0%} of the time with any method that was tried.")
+    if (best := linked.merging or proposed) is not None and best != said and best.use < GOOD:
+        lines.append(f"The link is too slow to compute for {GOOD:.0%} of the time with any method that was tried.")
     if linked.together is not None and linked.together != proposed:
         lines.append(f'with method = "data-parallel": {_waits(linked.together)}')
     if linked.gain is not None:

@@ -499,6 +499,20 @@ def test_data_parallelism_is_chosen_for_a_link_that_is_fast_enough(tmp_path: Pat
     assert asked is not None and asked.chosen is None and asked.together is None and asked.said.method == "data parallelism"
 
 
+@pytest.mark.slow
+def test_merges_are_proposed_where_a_link_is_too_slow_for_gradients(tmp_path: Path) -> None:
+    """No interval is tried for gradients, so the answer says nothing about intervals."""
+    found = _across_sites(tmp_path, "megabits = 1000\nmilliseconds = 20", 'method = "data-parallel"', lr="")
+    linked, said = found.linked, plans.across(found)
+    assert linked is not None and linked.merging is not None and not linked.merging.gradients
+    assert linked.merging.use > 0.9 > linked.said.use and linked.to_json()["merging"]["inner_steps"] == linked.merging.inner_steps
+    assert (
+        'use method = "merge"' in said
+        and f"inner_steps = {linked.merging.inner_steps}, " in said
+        and "no inner_steps" not in said
+    )
+
+
 def _without_sites(folder: Path) -> Path:
     before, _, rest = (folder / "sites.toml").read_text().partition("[sites]")
     path = folder / "alone.toml"
