@@ -31,16 +31,19 @@ def across_sites(spec: RunSpec, *, out: bool, cluster: str | None, batch: int | 
     sites = spec.sites
     if sites is None:
         return []
-    found, named = list[Problem](), any(one.cluster is not None for one in sites.each)
-    if out and (len(Phases.of(spec).all) > 1 or (sites.plans and not named)):
-        reason = "--out writes the plan and batch of one site, but this run has phases, or tables of sites (sites.each) without clusters"
-        way_out = "Give each of sites.each a cluster; or leave out --out, and write the printed plan into the run file."
-        found.append(Problem("error", "--out", True, reason, way_out, "command line"))
+    found, named, phased = list[Problem](), any(one.cluster is not None for one in sites.each), len(Phases.of(spec).all) > 1
+    printed = "leave out --out, and write the printed plan into the run file."
+    if out and phased:
+        reason = "--out writes one batch for a run across sites, but this run has phases or a batch ramp"
+        found.append(Problem("error", "--out", True, reason, f"{printed[0].upper()}{printed[1:]}", "command line"))
+    elif out and sites.plans and not named:
+        reason = "--out writes the plan of one site, but this run has tables of sites (sites.each) without clusters"
+        found.append(Problem("error", "--out", True, reason, f"Give each of sites.each a cluster; or {printed}", "command line"))
     for option, value in (("--cluster", cluster), ("--global-batch", batch)):
         if named and value is not None:
             reason = f"{option} is for one site, but this run names a cluster for each site and divides its batch among them"
             found.append(Problem("error", option, value, reason, "Change the run file instead.", "command line"))
-    if named and len(Phases.of(spec).all) > 1:
+    if named and phased:
         reason = "sites.each names clusters, but the run has phases: the sites' shares would suit the batch of only one phase"
         found.append(
             Problem("error", "sites.each", len(sites.each), reason, "Leave out the clusters, or the phases and the batch ramp.")

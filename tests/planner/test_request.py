@@ -268,6 +268,20 @@ def test_a_plan_for_one_site_is_not_written_for_a_run_whose_sites_differ(tmp_pat
         resolve(PlanRequest(path=tmp_path / "run.toml", cluster="cpu:2", out=True))
 
 
+@pytest.mark.parametrize("each", ["", "[[sites.each]]\nshare = 2\n[[sites.each]]\nshare = 1\n"])
+def test_the_way_out_of_a_batch_ramp_is_not_refused_in_turn(tmp_path: Path, each: str) -> None:
+    """Clusters in sites.each are refused because of the ramp."""
+    path = tmp_path / "run.toml"
+    ramp = "global_batch = 12\nbatch_ramp = [{ begin = 640, global_batch = 24 }]"
+    path.write_text(
+        f'model.preset = "tiny"\ndata.path = "d"\n[sites]\ncount = 2\n{each}[train]\nsteps = 500\nseq_len = 128\n{ramp}\n'
+    )
+    with pytest.raises(SpecErrors) as raised:
+        resolve(PlanRequest(path=path, cluster="h100:4", out=True))
+    (found,) = raised.value.problems
+    assert found.key == "--out" and "ramp" in found.reason and "cluster" not in found.way_out
+
+
 @pytest.mark.parametrize(
     ("lines", "key", "way_out"),
     [
