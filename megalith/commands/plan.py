@@ -260,7 +260,7 @@ def _show(found: "PlanResult", broken: "Sequence[Price]", *, pareto: bool) -> No
             "waits: share of each step spent waiting for the slowest site. The layouts above are for site sites.site (default: 0).",
             style="dim",
         )
-    if across := plans.across(found):
+    if across := plans.across(found.linked):
         console.print(escape(across))
     if found.phases:
         narrow.print("", plans.phases(found), sep="\n")

@@ -158,10 +158,16 @@ def _play(prepared: "PreparedSimulation", over: str | None, *, seeds: int, out: 
     if out is not None:
         write(_picture(found), out, overwrite=True)
     if as_json:
-        print_json({"ok": True} | found.as_json() | {"notes": prepared.notes} | ({"picture": str(out)} if out else {}))
+        link = None if prepared.linked is None else prepared.linked.to_json()
+        more = {"notes": prepared.notes, "link": link} | ({"picture": str(out)} if out else {})
+        print_json({"ok": True} | found.as_json() | more)
         return
     for note in prepared.notes:
         print(note)
+    if prepared.linked is not None:
+        from megalith.report import plans  # the planner takes long to import
+
+        print(plans.across(prepared.linked))
     _show_swept(found, seeds) if isinstance(found, SweepResult) else _show_simulated(found)
     if out is not None:
         print(f"drawn: {out}")

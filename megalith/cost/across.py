@@ -1,11 +1,15 @@
-"""Simulation of the time that sites wait for each other at merges over a link, and choice of a merge method that keeps waits
-short. Arithmetic only, no torch."""
+"""Simulation of the time that sites wait for each other at merges over a link, choice of a merge method that keeps waits short, and the
+gain over a single site. Arithmetic only, no torch."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megalith.check.sites import made_apart
+from megalith.spec.model import MoeSpec
+from megalith.spec.run import RunSpec
 from megalith.spec.sites import FULL, Fragment, SitesSpec, fragments, part_of, sent_after, verdict_bytes, wire_bytes
+from megalith.spec.sizes import model_parameters
 
 ROUNDS = 20
 """Number of rounds that are simulated. A link that is too slow falls further behind in each round."""
@@ -28,6 +32,9 @@ FRAGMENTS, OVERLAPS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16), (0, 1, 2, 3, 5, 7, 10)
 """Values of `fragments` and `overlap` that are tried; weights arrive at most ten steps late."""
 EAGER_OVERLAPS = (15, 20, 30, 50, 75, 100)
 """Values of `overlap` that are also tried with `eager`, because eager sites lose no training while they wait."""
+
+KEPT = ("count", "site", "addresses", "each", "link", "tls", "grace")
+"""Keys of `[sites]` with the same meaning whether weights or gradients are exchanged."""
 
 PACKET, HEADERS, WINDOW, PAUSE = 1500, 52, 10, 0.2
 """Bytes of a packet; bytes of a packet's IP and TCP headers; packets in TCP's initial window (RFC 6928); and the length of a pause, in
@@ -81,6 +88,33 @@ class Across:
         return {**vars(self), "method": self.method, "speed": self.speed}
 
 
+@dataclass(frozen=True)
+class LinkChoice:
+    """Predictions for a run across sites. `said`: prediction with the run file's table [sites]. `chosen`: the run file's table, with
+    missing keys chosen for the link, and `proposed`: the prediction with `chosen`; both are None if no key is missing. `gain`: tokens/s
+    of all sites (as proposed, else as in the file), divided by the tokens/s of one site that trains the whole batch; None if one site
+    cannot train it. `together`: prediction if sites exchange gradients in every step; None if the run cannot exchange gradients, or
+    already does. `merging`: prediction if sites merge weights instead of exchanging gradients, with keys chosen for the link; None if
+    they already merge weights, or compute for nearly all of the time."""
+
+    said: Across
+    chosen: SitesSpec | None
+    proposed: Across | None
+    gain: float | None
+    together: Across | None = None
+    merging: Across | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything by name."""
+        return {
+            "across": self.said.to_json(),
+            "proposed": None if self.proposed is None else self.proposed.to_json(),
+            "gain": self.gain,
+            "together": None if self.together is None else self.together.to_json(),
+            "merging": None if self.merging is None else self.merging.to_json(),
+        }
+
+
 def across(shapes: Shapes, sites: SitesSpec, step: float, *, steps: int | None = None, packet: int = PACKET) -> Across | None:
     """Predict a run whose sites take `step` seconds for a step; None for one site, or if the run file names no link.
 
@@ -102,6 +136,57 @@ def across(shapes: Shapes, sites: SitesSpec, step: float, *, steps: int | None =
         waited=sites.inner_steps * step * (1 / use - 1), use=use, shortest=shortest,
         gradients=sites.exchanges_gradients,
     )  # fmt: skip
+
+
+def link_choice(run: RunSpec, step: float, alone: Callable[[], float | None], *, exact: bool = True) -> LinkChoice | None:
+    """Predict the sites of a run whose slowest site takes `step` seconds for a step; None without a link or with one site.
+    `alone` returns the seconds of a step of one site that trains the whole batch, or None if no site can. `exact`: also choose data
+    parallelism, where it suits the link and the run file sets no key of merges."""
+    model, sites, steps = run.model.build(), run.sites, run.train.steps
+    shapes = {name: each.shape for name, each in model_parameters(model).items()}
+    said = None if sites is None else across(shapes, sites, step, steps=steps)
+    if sites is None or said is None:
+        return None
+    rounds_well, free = run.optimizer.kind == "muon", left_out(sites)
+    chosen = choose(shapes, sites, step, free=free, rounds_well=rounds_well, longest=steps) if free else None
+    together = _together(run, sites, experts=any(isinstance(block.mlp, MoeSpec) for block in model.blocks))
+    if exact and together is not None and chosen is not None and sites.model_fields_set <= {*KEPT} and _is_every_step(chosen):
+        chosen = together  # the same bytes, and no outer optimizer
+    merging = None
+    if said.gradients and said.use < GOOD:
+        merging = choose(shapes, _with_kept(sites), step, free=CHOSEN, rounds_well=rounds_well, longest=steps)
+    proposed, beside, instead = (
+        None if one is None else across(shapes, one, step, steps=steps) for one in (chosen, together, merging)
+    )
+    single = alone()
+    gain = None if single is None else single * (proposed or said).use / step
+    return LinkChoice(said, chosen, proposed, gain, beside, instead)
+
+
+def left_out(sites: SitesSpec) -> tuple[str, ...]:
+    """Return the keys that a table of sites leaves out, so that values are chosen for its link."""
+    if sites.link is None or sites.count == 1 or sites.exchanges_gradients:
+        return ()
+    return tuple(key for key in CHOSEN if key not in sites.model_fields_set)
+
+
+def _with_kept(sites: SitesSpec, **values: Any) -> SitesSpec:
+    """A table of sites with the keys in KEPT of another one, and with `values`."""
+    return SitesSpec(**{key: getattr(sites, key) for key in KEPT if key in sites.model_fields_set}, **values)
+
+
+def _together(run: RunSpec, sites: SitesSpec, *, experts: bool) -> SitesSpec | None:
+    """The run's table of sites, changed to exchange gradients; None if sites already exchange gradients, or if the run cannot exchange
+    them. `experts`: True if the model has experts."""
+    guarded = run.fleet.recover and run.fleet.verify_every > 0
+    if sites.exchanges_gradients or guarded or any(made_apart(run, experts=experts)):
+        return None
+    return _with_kept(sites, method="data-parallel")
+
+
+def _is_every_step(sites: SitesSpec) -> bool:
+    """True if sites exchange all weights after each step and wait for the merge."""
+    return (sites.inner_steps, sites.fragments, sites.overlap, sites.bits, sites.top_k) == (1, 1, 0, FULL, None)
 
 
 def choose(

@@ -1,10 +1,11 @@
-"""Settings of merges between simulated sites: taken from the command line, else from the run file, else assumed."""
+"""Settings of merges between simulated sites: taken from the command line, else from the run file, else chosen for the link or assumed."""
 
 from typing import Any
 
-from megalith.cost.across import across
+from megalith.cost.across import LinkChoice, across, link_choice
 from megalith.spec.run import RunSpec
 from megalith.spec.simulation import SimulationSpec
+from megalith.spec.sites import SitesSpec
 from megalith.spec.sizes import model_parameters
 
 BETWEEN_SITES = ("merge_every", "merge_seconds", "return_seconds", "grace", "patience", "decides", "staleness")
@@ -18,10 +19,28 @@ def site_count(spec: SimulationSpec, run: RunSpec | None) -> int:
     return spec.sites or (run.sites.count if run is not None and run.sites is not None else 1)
 
 
-def between_sites(spec: SimulationSpec, run: RunSpec | None, step: float) -> dict[str, Any]:
+def sites_linked(spec: SimulationSpec, run: RunSpec | None, step: float) -> LinkChoice | None:
+    """Predict the merges of a run over its link, with the choice of `megalith plan` for keys that the run file leaves out; None without a
+    link. One site alone is assumed to take as many times as long for the whole batch as for its part of it. Data parallelism is not
+    chosen, because it cannot be simulated."""
+    if run is None or (sites := _table(spec, run)) is None:
+        return None
+    alone = step * sites.parts / max(sites.shares or (1,))
+    return link_choice(run.model_copy(update={"sites": sites}), step, lambda: alone, exact=False)
+
+
+def _table(spec: SimulationSpec, run: RunSpec) -> SitesSpec | None:
+    """The run's table of sites, for the simulated number of sites."""
+    sites, count = run.sites, site_count(spec, run)
+    if sites is None or sites.count == count:
+        return sites
+    return sites.model_copy(update={"count": count, "each": ()})  # the tables describe another number of sites
+
+
+def between_sites(spec: SimulationSpec, run: RunSpec | None, step: float, linked: LinkChoice | None) -> dict[str, Any]:
     """Return the fields of a scenario that describe merges between sites. A run file has the settings of merges in its table
-    `[sites]`."""
-    sites = None if run is None else run.sites
+    `[sites]`; `linked` has those that it leaves out."""
+    sites = (linked and linked.chosen) or (None if run is None else _table(spec, run))
     every, round_seconds, held, back = MERGE_SECONDS, MERGE_SECONDS, 0.0, RETURN_SECONDS
     if run is not None and sites is not None:
         round_seconds = sites.inner_steps * step

@@ -9,9 +9,10 @@ from typing import Any
 
 from megalith import epochs, events
 from megalith.check.own import load_admitted
+from megalith.cost.across import LinkChoice
 from megalith.events import Incident
 from megalith.rehearse import latencies
-from megalith.rehearse.between import BETWEEN_SITES, between_sites, site_count
+from megalith.rehearse.between import BETWEEN_SITES, between_sites, site_count, sites_linked
 from megalith.rehearse.campaign import FAULTED
 from megalith.rehearse.latencies import PROFILES, Latencies
 from megalith.rehearse.scenario import DAY, Scenario, scenario
@@ -65,10 +66,12 @@ class SimulationRequest:
 
 @dataclass(frozen=True)
 class PreparedSimulation:
-    """A scenario and its assumptions."""
+    """A scenario and its assumptions. `linked`: the prediction for the link between sites, and the choice of a method for it; None without
+    a link."""
 
     scenario: Scenario
     notes: tuple[str, ...] = ()
+    linked: LinkChoice | None = None
 
 
 def prepare(
@@ -96,7 +99,7 @@ def prepare(
         assert wanted.run is not None
         found = {
             "state_bytes": spec.state_bytes or state_bytes(resolved.spec),
-            "step_seconds": spec.step_seconds or step_seconds(wanted.run, others, name),
+            "step_seconds": spec.step_seconds or step_seconds(wanted.run, [*others, *_of_a_site(spec, resolved, cluster)], name),
         }
         spec = spec.model_copy(update=found)
     return _prepared(spec, resolved, _with_own(cluster, spec), base)
@@ -279,6 +282,12 @@ def _with_own(cluster: ClusterSpec, spec: SimulationSpec) -> ClusterSpec:
     return cluster.model_copy(update={"reliability": cluster.reliability.model_copy(update=said), **rate})
 
 
+def _of_a_site(spec: SimulationSpec, run: ResolvedRun, cluster: ClusterSpec) -> list[str]:
+    """Return the setting that leaves the planner one site's devices of the cluster."""
+    sites = site_count(spec, run.spec)
+    return [f"cluster.count={cluster.nodes // sites * cluster.per_node}"] if sites > 1 else []
+
+
 def _prepared(spec: SimulationSpec, run: ResolvedRun | None, cluster: ClusterSpec, base: Latencies) -> PreparedSimulation:
     step = spec.step_seconds or STEP_SECONDS
     fleet, notes = _fleet(spec, run, cluster)
@@ -294,13 +303,18 @@ def _prepared(spec: SimulationSpec, run: ResolvedRun | None, cluster: ClusterSpe
     sites = site_count(spec, run.spec if run else None)
     if left := cluster.nodes % sites:
         notes.append(f"{left} of {cluster.nodes} nodes are unused, because all {sites} sites have the same size")
-    between = between_sites(spec, run.spec if run else None, step) if sites > 1 else {}
+    linked = sites_linked(spec, run.spec if run else None, step) if sites > 1 else None
+    if linked is not None and linked.chosen is not None:
+        notes.append("simulated with the method chosen for this link; `megalith plan RUN.toml --out FILE` writes it")
+    if linked is not None:
+        notes.append("one site alone is assumed to take as many times as long for the whole batch as for its part of it")
+    between = between_sites(spec, run.spec if run else None, step, linked) if sites > 1 else {}
     rated = latencies.at_rates(base, cluster, state_bytes=spec.state_bytes, storage=spec.storage)
     plan = scenario(
         cluster, days=spec.days, latencies=_with_said(rated, spec), fleet=fleet, store_every=every, step_seconds=step,
         sites=sites, **between,
     )  # fmt: skip
-    return PreparedSimulation(replace(plan, planned=spec.planned), tuple(notes))
+    return PreparedSimulation(replace(plan, planned=spec.planned), tuple(notes), linked)
 
 
 def _fleet(spec: SimulationSpec, run: ResolvedRun | None, cluster: ClusterSpec) -> tuple[FleetSpec, list[str]]:

@@ -8,7 +8,7 @@ from math import inf
 from rich.markup import escape
 from rich.table import Table
 
-from megalith.cost.across import GOOD, INTERVALS, Across
+from megalith.cost.across import GOOD, INTERVALS, Across, LinkChoice
 from megalith.cost.doubt import Interval
 from megalith.cost.estimate import Estimate
 from megalith.planner.confidence import Confidence
@@ -266,10 +266,10 @@ def trainings(found: PlanResult) -> str:
     return f"{amount(one.tokens)} tokens with the best plan: {', '.join(parts)}; without time lost to faults (megalith simulate adds it)"
 
 
-def across(found: PlanResult) -> str:
+def across(linked: LinkChoice | None) -> str:
     """Describe how long sites wait for each other with the run file's method, and methods that suit their link; empty if the
     link's speed is not known."""
-    if (linked := found.linked) is None:
+    if linked is None:
         return ""
     said, proposed = linked.said, linked.proposed
     lines = [f"{said.sites} sites with the run file's method: {_waits(said)}"]

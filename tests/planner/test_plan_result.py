@@ -477,7 +477,7 @@ def test_what_sites_leave_out_is_chosen_for_their_link_and_written(tmp_path: Pat
     checked = check(RunRequest(tmp_path / "out.toml", [f"data.path={tmp_path / 'data'}"]))
     written = checked.resolved.spec
     assert not checked.errors and written.sites == linked.chosen and written.train.global_batch == 16
-    said = plans.across(found)
+    said = plans.across(found.linked)
     assert f"inner_steps = {linked.proposed.inner_steps}, " in said and "with the run file's method" in said
 
 
@@ -491,7 +491,7 @@ def test_data_parallelism_is_chosen_for_a_link_that_is_fast_enough(tmp_path: Pat
     assert guarded is not None and guarded.together is None, "its gradients would have no guards"
     found = _across_sites(tmp_path, fast)
     assert found.linked is not None and found.linked.chosen is not None and not found.linked.chosen.exchanges_gradients
-    assert 'with method = "data-parallel": data parallelism. Each site sends' in plans.across(found)
+    assert 'with method = "data-parallel": data parallelism. Each site sends' in plans.across(found.linked)
     slow = _across_sites(tmp_path, "megabits = 1000\nmilliseconds = 20", lr="").linked
     assert slow is not None and slow.chosen is not None and not slow.chosen.exchanges_gradients
     assert slow.together is not None and slow.proposed is not None and slow.together.use < slow.proposed.use
@@ -503,7 +503,7 @@ def test_data_parallelism_is_chosen_for_a_link_that_is_fast_enough(tmp_path: Pat
 def test_merges_are_proposed_where_a_link_is_too_slow_for_gradients(tmp_path: Path) -> None:
     """No interval is tried for gradients, so the answer says nothing about intervals."""
     found = _across_sites(tmp_path, "megabits = 1000\nmilliseconds = 20", 'method = "data-parallel"', lr="")
-    linked, said = found.linked, plans.across(found)
+    linked, said = found.linked, plans.across(found.linked)
     assert linked is not None and linked.merging is not None and not linked.merging.gradients
     assert linked.merging.use > 0.9 > linked.said.use and linked.to_json()["merging"]["inner_steps"] == linked.merging.inner_steps
     assert (
@@ -524,7 +524,7 @@ def _without_sites(folder: Path) -> Path:
 def test_a_second_site_that_does_not_pay_is_called_so(tmp_path: Path) -> None:
     found = _across_sites(tmp_path, "megabits = 0.001\nmilliseconds = 20")
     assert found.linked is not None and found.linked.gain is not None and found.linked.gain < 1
-    assert "More than one site does not pay" in plans.across(found)
+    assert "More than one site does not pay" in plans.across(found.linked)
 
 
 @pytest.mark.slow

@@ -109,7 +109,8 @@ def test_a_runs_own_sites_are_played(tmp_path: Path) -> None:
     run = tmp_path / "run.toml"
     run.write_text(
         'model.preset = "tiny"\ndata.path = "unused"\n[train]\nsteps = 100\nglobal_batch = 32\nseq_len = 128\n[sites]\ncount = 2\n'
-        "inner_steps = 20\nfragments = 4\ngrace = 33\ndecides = 1\n[sites.link]\nmegabits = 10\nmilliseconds = 100\n"
+        "inner_steps = 20\nfragments = 4\noverlap = 0\nbits = 32\ngrace = 33\ndecides = 1\n[sites.link]\nmegabits = 10\n"
+        "milliseconds = 100\n"
     )
     plan = _prepared_of(run, "step_seconds=3").scenario
     assert (plan.sites, plan.merge_every, plan.grace, plan.decides) == (2, 15.0, 33.0, 1)
@@ -132,6 +133,46 @@ def test_a_run_file_names_the_cluster_of_one_site(tmp_path: Path) -> None:
     both = '[[sites.each]]\ncluster = "h100:16"\n[[sites.each]]\ncluster = "a100:16"\n'
     run.write_text(run.read_text().partition("[sites]")[0] + "[sites]\ncount = 2\n" + both)
     assert "a100:16, h100:16" in _mistakes(str(run), "--set", "step_seconds=3")["sites.each"]
+LINKED = """
+model.preset = "tiny"
+data.path = "data"
+plan = { data = 64, zero = 3 }
+train = { steps = 10000, global_batch = 384, seq_len = 256 }
+sites = { count = 3, link = { megabits = 0.125, milliseconds = 50 } }
+"""
+
+
+@pytest.mark.slow
+def test_a_method_left_out_is_chosen_for_the_link_as_plan_does(tmp_path: Path) -> None:
+    """DiLoCo with the default interval would compute for 9 % of the time."""
+    run = tmp_path / "run.toml"
+    run.write_text(LINKED)
+    own, set_ = ("--cluster", "h100:192", "--set", "step_seconds=2"), ("bits=32", "inner_steps=30", "overlap=0", "fragments=1")
+    found = _simulated(str(run), *own)
+    assert found["goodput"] > 0.9 and found["link"]["proposed"]["use"] > 0.98 > found["link"]["across"]["use"]
+    every = found["link"]["proposed"]["inner_steps"] / found["link"]["proposed"]["fragments"]
+    assert found["scenario"]["merge_every"] == pytest.approx(2 * every) and found["link"]["gain"] > 2.9
+    text = CliRunner().invoke(app, ["simulate", str(run), *own, "--seeds", "1", "--days", "1"]).stdout
+    assert "method chosen for this link" in text and "3 sites process" in text
+    kept = _simulated(str(run), *own, *(word for key in set_ for word in ("--set", f"sites.{key}")))
+    assert kept["goodput"] < 0.2 and kept["link"]["proposed"] is None and kept["link"]["gain"] < 1
+    fewer = _simulated(str(run), *own, "--sites", "2")["link"]
+    assert fewer["across"]["sites"] == 2 and 2 * fewer["across"]["bytes"] == found["link"]["across"]["bytes"]
+
+
+def test_a_link_that_is_fast_enough_for_gradients_is_simulated_with_merges(tmp_path: Path) -> None:
+    run = tmp_path / "run.toml"
+    run.write_text(LINKED.replace("megabits = 0.125", "megabits = 1e9").replace("milliseconds = 50", "milliseconds = 0.01"))
+    found = _prepared_of(run, "step_seconds=2").linked
+    assert found is not None and found.chosen is not None and not found.chosen.exchanges_gradients
+
+
+@pytest.mark.slow
+def test_a_step_is_predicted_for_the_devices_of_one_site(tmp_path: Path) -> None:
+    run = tmp_path / "run.toml"
+    run.write_text(LINKED)
+    notes = _simulated(str(run), "--cluster", "h100:192", days=1)["notes"]
+    assert not any("a step takes 10 s, assumed" in note for note in notes) and any("a step takes " in note for note in notes)
 
 
 def _prepared_of(run: Path, *settings: str) -> PreparedSimulation:
