@@ -1,10 +1,10 @@
 """Train two sites over a real slow link, and print their waits, the bytes sent and the loss beside the predictions.
 
     megalith data prepare bundled:austen --tokenizer bytes --validation 0.03 --out data/austen-bytes
-    python benchmarks/link.py --data data/austen-bytes                          # what `make sites` shows
-    python benchmarks/link.py --data data/austen-bytes --size 6.5M --rounds 10
-    python benchmarks/link.py --data data/austen-bytes --size 6.5M --step-seconds 0.8 --rounds 16   # only waits: steps sleep
-    python benchmarks/link.py --data data/austen-bytes --size 6.5M --only streaming --rounds 16 --out link.jsonl    # for 99 %
+    python benchmarks/link.py --data data/austen-bytes                          # what `make sites` shows: quickstart's model
+    python benchmarks/link.py --data data/austen-bytes --size 1.5M --rounds 10
+    python benchmarks/link.py --data data/austen-bytes --step-seconds 0.8 --rounds 16               # only waits: steps sleep
+    python benchmarks/link.py --data data/austen-bytes --only streaming --rounds 16 --out link.jsonl        # for 99 %
     python benchmarks/link.py --data data/austen-bytes --links                  # twelve links: predicted and measured use
 
 If run as root, each site is in a network namespace of its own, and a wire in user space joins them (`megalith.machine.wire`). Otherwise
@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import cases
-from benchmarks.sites import BATCH, LENGTH, SIZES
+from benchmarks.sites import BATCH, LENGTH, QUICKSTART, SIZES, model_of, parameters
 from megalith.cost.across import across
 from megalith.fleet.secure import key
 from megalith.machine import networks, wire
@@ -96,7 +96,7 @@ class Ran(NamedTuple):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True)
-    parser.add_argument("--size", choices=SIZES, default="1.5M")
+    parser.add_argument("--size", choices=SIZES, default=QUICKSTART)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--links", action="store_true", help="compare predicted with measured use on twelve links")
     parser.add_argument("--step-seconds", type=float, default=0.0, help="let each step sleep for so long instead of training")
@@ -113,7 +113,10 @@ def _methods(given: argparse.Namespace) -> None:
     names = [name for name in METHODS if given.only in name]
     wanted = [("method", name, given.size, given.rounds, given.step_seconds) for name in names]
     rows = {tuple(row["case"]): row for row in cases.finish(given.out, wanted, partial(measured_method, given.data))}
-    print(f"{given.size} parameters, two sites, {LINK.megabits:g} Mbit/s, {LINK.milliseconds:g} ms, {given.rounds} rounds")
+    exact = parameters(run_of(given.data, given.size, 1, {}))
+    print(
+        f"{given.size}: {exact:,} parameters, two sites, {LINK.megabits:g} Mbit/s, {LINK.milliseconds:g} ms, {given.rounds} rounds"
+    )
     print(f"{'':34s} steps     use  predicted  waited a round  MB a round  crossed  fewer than gradients  loss")
     for at in wanted:
         row = rows[at]
@@ -139,7 +142,7 @@ def measured_method(data: str, at: tuple[str, str, str, int, float]) -> dict[str
         "waited": ran.waited,
         "sent": ran.sent,
         "crossed": crossed,
-        "gradients": 4 * steps * _parameters(spec),
+        "gradients": 4 * steps * parameters(spec),
         "loss": ran.loss,
     }
 
@@ -174,22 +177,17 @@ def measured_link(data: str, at: tuple[str, int, int]) -> dict[str, float]:
 
 def run_of(data: str, size: str, steps: int, method: dict[str, Any]) -> RunSpec:
     """A small Llama on two sites."""
-    dim, layers = SIZES[size]
-    model = {"dim": dim, "layers": layers, "heads": dim // 16, "kv_heads": dim // 32, "head_dim": 16, "ffn": 3 * dim}
+    model = model_of(size)
     return RunSpec.model_validate(
         {
-            "model": model | {"vocab": 260, "context": LENGTH},
+            "model": model,
             "data": {"path": data},
             "train": {"steps": steps, "global_batch": BATCH, "seq_len": LENGTH, "precision": "fp32"},
             "optimizer": {"lr": 1e-3, "warmup": max(1, steps // 10)},
             "validation": {"every": steps, "samples": 64},
-            "sites": {"count": 2, "grace": 600.0, **method, "fragments": min(method.get("fragments", 1), layers + 2)},
+            "sites": {"count": 2, "grace": 600.0, **method, "fragments": min(method.get("fragments", 1), model["layers"] + 2)},
         }
     )
-
-
-def _parameters(spec: RunSpec) -> int:
-    return sum(torch.Size(each.shape).numel() for each in model_parameters(spec.model.build()).values())
 
 
 def predicted(spec: RunSpec, conditions: Conditions, step: float) -> float:

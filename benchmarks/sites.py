@@ -38,8 +38,10 @@ from megalith.data.tokenizer import load as load_tokenizer
 from megalith.fleet.secure import key
 from megalith.parallel.groups import group_of
 from megalith.prove.worlds import run_ranks
+from megalith.spec import files
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import folder_of
+from megalith.spec.sizes import count_model
 from megalith.train.assemble import Trainer, assemble, mesh_groups
 from megalith.train.restore import Position, indices_in, read_step
 from megalith.train.sites import outer
@@ -79,8 +81,10 @@ CASES = {
     "fault: DiLoCo, wrong sign": Case({}, fault="sign"),
     "fault: eager, half a correction": Case(STREAMING | {"eager": True}, beside="eager", fault="half"),
 }
-SIZES = {"0.1M": (64, 2), "1.5M": (192, 4), "6.5M": (320, 6), "25M": (512, 8)}
-"""Approximate number of parameters -> width and number of blocks."""
+ROOT = Path(__file__).parents[1]
+QUICKSTART = "quickstart"
+SIZES = {"0.1M": (64, 2), "1.5M": (128, 7), "6.5M": (256, 8), "7.5M": (320, 6), "25M": (512, 8), QUICKSTART: None}
+"""Approximate number of parameters -> width and number of blocks; None: the model of recipes/quickstart.toml."""
 BATCH, LENGTH = 16, 64
 STUDY = (
     "data parallelism", "DiLoCo", "streaming", "streaming, 4 bits", "data parallelism, Muon", "Muon", "Muon, 2 bits",
@@ -135,6 +139,7 @@ def main() -> None:
     measure = partial(measured, given.data, given.device)
     rows = cases.finish(given.out, wanted, measure, workers=given.workers, device=given.device)
     same = [row for row in rows if row["case"][1:4] == [*like] and len(row["case"]) == 5]
+    print(_extent(given.size, given.data, given.steps, given.inner_steps))
     _show(names, {(row["case"][0], row["case"][4]): row for row in same}, given.seeds)
 
 
@@ -152,7 +157,7 @@ def _study(study: Study, given: argparse.Namespace, data: str) -> None:
     else:
         rows = finish(given.out, wanted)
     for size in study.sizes:
-        print(f"\n{size} parameters, {study.steps} steps, inner_steps = {study.inner_steps}, {study.seeds} seeds")
+        print(f"\n{_extent(size, data, study.steps, study.inner_steps)}, {study.seeds} seeds")
         mine = [row for row in rows if row["case"][1] == size and tuple(row["case"]) in wanted]
         _show(STUDY, {(row["case"][0], row["case"][4]): row for row in mine}, study.seeds)
 
@@ -213,13 +218,12 @@ def measured(data: str, device: str, at: At) -> dict[str, float]:
 def run_of(
     name: str, data: str, size: str, steps: int, inner_steps: int, seed: int, outer: Mapping[str, float] = MappingProxyType({})
 ) -> RunSpec:
-    """Return the run of a case: a small Llama. `outer`: settings of the outer optimizer."""
-    case, (dim, layers) = CASES[name], SIZES[size]
-    model = {"dim": dim, "layers": layers, "heads": dim // 16, "kv_heads": dim // 32, "head_dim": 16, "ffn": 3 * dim}
+    """Return the run of a case. `outer`: settings of the outer optimizer."""
+    case = CASES[name]
     sites = {} if case.sites is None else {"sites": {"count": 2, "inner_steps": inner_steps} | case.sites | dict(outer)}
     return RunSpec.model_validate(
         {
-            "model": model | {"vocab": 260, "context": LENGTH},
+            "model": model_of(size),
             "data": {"path": data},
             "train": {"steps": steps, "global_batch": BATCH, "seq_len": LENGTH, "precision": "fp32", "seed": seed},
             "optimizer": {"lr": 1e-3, "warmup": max(1, steps // 10), **case.optimizer},
@@ -227,6 +231,26 @@ def run_of(
         }
         | sites
     )
+
+
+def model_of(size: str) -> Mapping[str, Any]:
+    """Return the table `[model]` of a size: a small Llama."""
+    if (shape := SIZES[size]) is None:
+        return files.load(ROOT / "recipes" / "quickstart.toml").spec.model.model_dump()
+    dim, layers = shape
+    model = {"dim": dim, "layers": layers, "heads": dim // 16, "kv_heads": dim // 32, "head_dim": 16, "ffn": 3 * dim}
+    return model | {"vocab": 260, "context": LENGTH}
+
+
+def parameters(spec: RunSpec) -> int:
+    """Return the number of parameters of a run's model."""
+    return count_model(spec.model.build()).total
+
+
+def _extent(size: str, data: str, steps: int, inner_steps: int) -> str:
+    """Describe the runs of a table."""
+    exact = parameters(run_of("DiLoCo", data, size, steps, inner_steps, 0))
+    return f"{size}: {exact:,} parameters, {steps} steps, inner_steps = {inner_steps}"
 
 
 def train(rank: int, spec: RunSpec, fault: str, folder: str, secret: str, device: torch.device) -> tuple[float, int, int]:

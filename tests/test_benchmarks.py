@@ -11,6 +11,7 @@ from benchmarks import cases, link, optimizers, sites, spikes
 from benchmarks.optimizers import GRIDS, Case, Ran, Search, best_of, kept, print_table, reached
 from megalith.machine import wire
 from megalith.machine.wire import Conditions
+from megalith.spec import files
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.phases import Phases
 from tests.full import only_full
@@ -124,6 +125,18 @@ def test_two_sites_wait_over_a_relay_where_no_wire_can_be_made(tmp_path: Path, m
     ran, crossed = link.measured(spec, Conditions(20, 40))
     assert ran.merges == 2 and ran.sent <= crossed < ran.sent + 8192
     assert ran.waited >= 2 * (ran.sent / 2 * 8 / 20e6 + 0.04) - 0.05 and ran.loss > 0
+
+
+@pytest.mark.parametrize("size", sites.SIZES)
+def test_sizes_are_about_as_large_as_their_names_say(size: str) -> None:
+    exact = sites.parameters(link.run_of("none", size, 1, {"inner_steps": 1}))
+    assert exact == sites.parameters(sites.run_of("DiLoCo", "none", size, 1, 1, 0))
+    named = 6.5 if size == sites.QUICKSTART else float(size.removesuffix("M"))
+    assert abs(exact / 1e6 - named) < max(0.05, 0.05 * named)
+
+
+def test_the_size_of_quickstart_is_the_recipes() -> None:
+    assert link.run_of("none", sites.QUICKSTART, 1, {}).model == files.load(ROOT / "recipes" / "quickstart.toml").spec.model
 
 
 def test_the_twelve_links_are_twelve() -> None:
