@@ -1,4 +1,4 @@
-"""Train two sites over a real slow link, and print their waits, the bytes sent and the loss beside the predictions.
+"""Train two sites over a real slow link, and print their use, waits, the bytes sent and the loss beside the predictions.
 
     megalith data prepare bundled:austen --tokenizer bytes --validation 0.03 --out data/austen-bytes
     python benchmarks/link.py --data data/austen-bytes                          # what `make sites` shows: quickstart's model
@@ -22,7 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,6 +46,7 @@ from megalith.spec.sizes import model_parameters
 from megalith.train.assemble import assemble, mesh_groups
 from megalith.train.restore import indices_in
 from megalith.train.sites.meet import build
+from megalith.train.sites.synchronous import SynchronousSites
 from megalith.train.step import train_step
 from megalith.train.stream import open_stream
 from megalith.train.validate import Validator
@@ -55,11 +56,12 @@ PORT = 29400
 LINK = Conditions(10, 100)
 STREAMING = {"fragments": 5, "overlap": 5}
 METHODS: dict[str, dict[str, Any]] = {
+    "data parallelism": {"method": "data-parallel"},
     "a merge after each step, 32 bits": {"inner_steps": 1, "lr": 1.0, "momentum": 0.0},
     "DiLoCo": {"inner_steps": 30},
     "streaming, 4 bits": {"inner_steps": 30, "bits": 4, **STREAMING},
 }
-"""The methods by name. The first sends the bytes of data parallelism."""
+"""The methods by name. A merge after each step sends the bytes of data parallelism."""
 LINKS = [
     (Conditions(megabits, milliseconds), {"inner_steps": interval, "bits": bits, **how})
     for megabits, milliseconds, interval, bits, how in (
@@ -117,34 +119,39 @@ def _methods(given: argparse.Namespace) -> None:
     print(
         f"{given.size}: {exact:,} parameters, two sites, {LINK.megabits:g} Mbit/s, {LINK.milliseconds:g} ms, {given.rounds} rounds"
     )
-    print(f"{'':34s} steps     use  predicted  waited a round  MB a round  crossed  fewer than gradients  loss")
+    print(f"{'':34s} steps   use of both  predicted  waited a round  MB a round  crossed  fewer than gradients  loss")
     for at in wanted:
         row = rows[at]
         loss = "" if given.step_seconds else f"{row['loss']:.4f}"
         print(
-            f"{at[1]:34s} {row['steps']:5d}  {row['use']:6.1%}  {row['predicted']:9.1%}  "
+            f"{at[1]:34s} {row['steps']:5d}  {_uses(row):>12s}  {row['predicted']:9.1%}  "
             f"{row['waited'] / given.rounds:12.2f} s  {row['sent'] / given.rounds / 1e6:10.2f}  {row['crossed'] / 1e6:7.2f}  "
             f"{row['gradients'] / row['sent']:18.0f} x  {loss}"
         )
 
 
-def measured_method(data: str, at: tuple[str, str, str, int, float]) -> dict[str, float]:
-    """Train a method over LINK; return its use beside the prediction."""
+def measured_method(data: str, at: tuple[str, str, str, int, float]) -> dict[str, Any]:
+    """Train a method over LINK; return the use of both sites beside the prediction, and the first site's waits and bytes."""
     _, name, size, rounds, step_seconds = at
-    steps = rounds * METHODS[name]["inner_steps"]
+    steps = rounds * METHODS[name].get("inner_steps", 1)
     spec = run_of(data, size, steps, METHODS[name])
-    ran, crossed = measured(spec, LINK, step_seconds=step_seconds)
-    computed = ran.seconds - ran.waited if step_seconds else ran.processor
+    both, crossed = measured(spec, LINK, step_seconds=step_seconds)
+    computed = [one.seconds - one.waited if step_seconds else one.processor for one in both]
     return {
         "steps": steps,
-        "use": computed / (computed + ran.waited),
-        "predicted": predicted(spec, LINK, computed / steps),
-        "waited": ran.waited,
-        "sent": ran.sent,
+        "use": [each / (each + one.waited) for each, one in zip(computed, both, strict=True)],
+        "predicted": predicted(spec, LINK, max(computed) / steps),
+        "waited": both[0].waited,
+        "sent": both[0].sent,
         "crossed": crossed,
         "gradients": 4 * steps * parameters(spec),
-        "loss": ran.loss,
+        "loss": both[0].loss,
     }
+
+
+def _uses(row: Mapping[str, Any]) -> str:
+    """Return the use of each site as text."""
+    return ", ".join(f"{use:.1%}" for use in row["use"])
 
 
 def _links(given: argparse.Namespace) -> None:
@@ -152,27 +159,28 @@ def _links(given: argparse.Namespace) -> None:
     wanted = [("link", number, given.rounds) for number in range(len(LINKS))]
     rows = {tuple(row["case"]): row for row in cases.finish(given.out, wanted, partial(measured_link, given.data))}
     print(f"{LINKS_SIZE} parameters, steps of {STEP_SECONDS} s, {given.rounds} rounds")
-    print("link            H  bits  fragments  overlap   predicted  measured   off")
+    print("link            H  bits  fragments  overlap   predicted  measured, both     off")
     gaps = []
     for at, (conditions, method) in zip(wanted, LINKS, strict=True):
-        use, expected = rows[at]["use"], rows[at]["predicted"]
+        use, expected = statistics.mean(rows[at]["use"]), rows[at]["predicted"]
         gaps.append(abs(expected / use - 1))
         print(
             f"{conditions.megabits:3g} Mbit/s {conditions.milliseconds:3g} ms {method['inner_steps']:2d} {method['bits']:4d} "
-            f"{method.get('fragments', 1):9d} {method.get('overlap', 0):8d} {expected:12.1%} {use:9.1%} {expected / use - 1:+7.1%}"
+            f"{method.get('fragments', 1):9d} {method.get('overlap', 0):8d} {expected:12.1%} {_uses(rows[at]):>15s} "
+            f"{expected / use - 1:+7.1%}"
         )
     print(f"the prediction is off by {statistics.median(gaps):.1%} in the median, by {max(gaps):.1%} at most")
 
 
-def measured_link(data: str, at: tuple[str, int, int]) -> dict[str, float]:
-    """Train the method of one of LINKS over it; return its use beside the prediction."""
+def measured_link(data: str, at: tuple[str, int, int]) -> dict[str, Any]:
+    """Train the method of one of LINKS over it; return the use of both sites beside the prediction."""
     _, number, rounds = at
     conditions, method = LINKS[number]
     steps = rounds * method["inner_steps"]
     spec = run_of(data, LINKS_SIZE, steps, method)
-    ran, _ = measured(spec, conditions, step_seconds=STEP_SECONDS)
-    computed = (ran.seconds - ran.waited) / steps
-    return {"use": 1 - ran.waited / ran.seconds, "predicted": predicted(spec, conditions, computed)}
+    both, _ = measured(spec, conditions, step_seconds=STEP_SECONDS)
+    computed = max(one.seconds - one.waited for one in both) / steps
+    return {"use": [1 - one.waited / one.seconds for one in both], "predicted": predicted(spec, conditions, computed)}
 
 
 def run_of(data: str, size: str, steps: int, method: dict[str, Any]) -> RunSpec:
@@ -201,15 +209,15 @@ def predicted(spec: RunSpec, conditions: Conditions, step: float) -> float:
     return found.use
 
 
-def measured(spec: RunSpec, conditions: Conditions | None, step_seconds: float = 0.0) -> tuple[Ran, int]:
-    """Train both sites over a link (None: plain loopback). Return the first site's result, and the bytes that it sent."""
+def measured(spec: RunSpec, conditions: Conditions | None, step_seconds: float = 0.0) -> tuple[list[Ran], int]:
+    """Train both sites over a link (None: plain loopback). Return each site's result, and the bytes of the first that crossed the link."""
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         addresses, there = stack.enter_context(_reached(conditions))
         train_ = partial(train, spec=spec, folder=folder, secret=key.new().text, addresses=addresses, step_seconds=step_seconds)
         family = there.network.family if there is not None and there.network is not None else ""
-        found: Sequence[Ran] = run_ranks(partial(_in_its_network, family, train_), 2, timeout=3600.0)
-        return found[0], there.crossed[0 if there.network is not None else 1] if there is not None else 0
+        found: list[Ran] = run_ranks(partial(_in_its_network, family, train_), 2, timeout=3600.0)
+        return found, there.crossed[0 if there.network is not None else 1] if there is not None else 0
 
 
 @contextlib.contextmanager
@@ -259,9 +267,11 @@ def train(rank: int, spec: RunSpec, folder: str, secret: str, addresses: Sequenc
         assert turn.share is not None
         if not step_seconds:
             microbatches = [stream.batch(part) for part in indices_in(spec, turn.share, 0)]
-            sites.note(train_step(trainer, microbatches, step=step).loss)
-        step += 1
+            sites.note(train_step(trainer, microbatches, step=step, step_hooks=sites.step_hooks).loss)
         time.sleep(max(0.0, end - time.perf_counter()))
+        if step_seconds and isinstance(sites, SynchronousSites):
+            sites.exchange({}, step, 0.0)  # gradients of zeros
+        step += 1
         merges += sites.after_step(step, stop=False).made
     seconds, processor = time.perf_counter() - began, time.process_time() - processor
     sites.close()

@@ -117,13 +117,17 @@ def test_a_bad_recipe_is_seen(benchmark: str, case: str, bad: str, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_two_sites_wait_over_a_relay_where_no_wire_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All messages cross the relay, and take the time of the link."""
+@pytest.mark.parametrize(("method", "step_seconds"), [("merge", 0.0), ("data-parallel", 0.0), ("data-parallel", 0.05)])
+def test_two_sites_wait_over_a_relay_where_no_wire_can_be_made(
+    method: str, step_seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All messages cross the relay, and take the time of the link. With data parallelism they are gradients of every step."""
     monkeypatch.setattr(wire, "missing", lambda: "needs root")
     data = prepare_text(tmp_path)
-    spec = link.run_of(str(data), "0.1M", 2, {"inner_steps": 1})
-    ran, crossed = link.measured(spec, Conditions(20, 40))
-    assert ran.merges == 2 and ran.sent <= crossed < ran.sent + 8192
+    spec = link.run_of(str(data), "0.1M", 2, {"method": method} | ({"inner_steps": 1} if method == "merge" else {}))
+    (ran, other), crossed = link.measured(spec, Conditions(20, 40), step_seconds)
+    assert ran.merges == other.merges == 2 and ran.loss == other.loss and ran.sent > 2 * 4 * sites.parameters(spec)
+    assert ran.sent <= crossed < ran.sent + 8192
     assert ran.waited >= 2 * (ran.sent / 2 * 8 / 20e6 + 0.04) - 0.05 and ran.loss > 0
 
 

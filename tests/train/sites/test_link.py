@@ -151,7 +151,7 @@ def test_bytes_on_the_wire_are_those_of_theory(method: dict[str, Any], data: Pat
     crossed, theory, merges = [], [], []
     for rounds in (2, 4):
         spec = benchmark.run_of(str(data), "0.1M", 4 * rounds, {"inner_steps": 4, **method})
-        ran, both = benchmark.measured(spec, Conditions(1000, 1))
+        (ran, _), both = benchmark.measured(spec, Conditions(1000, 1))
         crossed.append(both)
         merges.append(ran.merges)
         theory.append(_theory(spec.sites, spec, 4 * rounds))
