@@ -1,17 +1,29 @@
 """Sites that exchange gradients: each step needs all of them."""
 
+import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megalith.fleet.secure.peers import PeerGone
-from megalith.spec.sites import SitesSpec
+from megalith.parallel.data import local
+from megalith.parallel.groups import group_of
+from megalith.spec.run import RunSpec
+from megalith.spec.sites import SitesSpec, folder_of
+from megalith.train.assemble import assemble, mesh_groups
+from megalith.train.sites.meet import build
 from megalith.train.sites.meeting import Beginning
 from megalith.train.sites.messages import CheckpointOffer, Verdict
-from megalith.train.sites.synchronous import AllSitesCouncil, NoCheckpointError
+from megalith.train.sites.synchronous import AllSitesCouncil, NoCheckpointError, SynchronousSites
+from tests.keys import GIVEN
+from tests.ranks import everyone, run_ranks
+from tests.specs import tiny_run
 from tests.train.sites.test_council import MEMBERS, Hub, Wire, _cut, _difference, _listen
+from tests.train.sites.test_merge import _other_bytes
 
 
 def _one(hub: Hub, site: int, *, start: str = "first", patience: float = 20.0, count: int = 3) -> AllSitesCouncil:
@@ -117,3 +129,43 @@ def test_all_begin_from_the_first_weights_where_one_lacks_the_first_checkpoint()
     assert _begin([ten], [ten]) == _begin([ten, twenty], [ten]) == [Beginning(10), Beginning(10)]
     assert _begin([_cut(10, 0, 1, 2)], [_cut(10, 0, 1, 2)], []) == [first] * 3
     assert _begin([ten, twenty], []) == _begin([twenty], []) == [Beginning(20), NoCheckpointError]
+
+
+EXCHANGES = 3
+
+
+def _exchanged(rank: int, spec: RunSpec, folder: str) -> tuple[int, int, int, float]:
+    """Exchange gradients of ones times the site's number as the only rank of a site. Return the number of the model's parameters, the bytes
+    that its events name, those that left this site, and the mean of the exchanged gradients."""
+    os.environ.update(GIVEN)
+    assert spec.sites is not None
+    spec = spec.model_copy(update={"sites": spec.sites.model_copy(update={"site": rank})})
+    device = torch.device("cpu")
+    trainer = assemble(spec, groups=mesh_groups(spec, device, group_of(everyone(), [rank])), device=device)
+    own = folder_of(Path(folder), rank)
+    own.mkdir(exist_ok=True)
+    sites = build(trainer, own, beat=lambda: None)
+    assert isinstance(sites, SynchronousSites) and sites._council is not None
+    other = _other_bytes(sites)
+    sites.state.begin()
+    sites.begin([])
+    made, mean = [], 0.0
+    for step in range(EXCHANGES):
+        sites.deal(step)
+        given = {name: torch.full_like(local(each), float(rank)) for name, each in trainer.parameters.items()}
+        sites.exchange(given, step, 0.0)
+        made += sites.after_step(step + 1, stop=False).made
+        mean = float(torch.cat([each.flatten() for each in given.values()]).mean())
+    sites.close()
+    sent = sites._council._wire.sent - sum(other)  # type: ignore[attr-defined]
+    return sum(each.numel() for each in trainer.parameters.values()), sum(one.bytes_sent for one in made), sent, mean
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 3])
+def test_four_bytes_a_parameter_leave_a_site_for_every_other_site_in_each_step(count: int, tmp_path: Path) -> None:
+    """Bytes are counted where frames are sent; headers and the decider's messages are less than a hundredth."""
+    spec = tiny_run(sites={"count": count, "method": "data-parallel"}, train={"steps": EXCHANGES, "global_batch": 2 * count})
+    for parameters, said, sent, mean in run_ranks(_exchanged, count, spec, str(tmp_path)):
+        least = EXCHANGES * (count - 1) * 4 * parameters
+        assert said == sent and least < sent < 1.01 * least and mean == pytest.approx((count - 1) / 2)
