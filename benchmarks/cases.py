@@ -9,14 +9,18 @@ import json
 import multiprocessing
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megalith.data.prepare import prepare
+from megalith.data.tokenizer import load as load_tokenizer
 from megalith.machine.describe import describe
 
 Row = dict[str, Any]
@@ -28,6 +32,15 @@ def add_arguments(parser: argparse.ArgumentParser, *, device: bool = False) -> N
     parser.add_argument("--workers", type=int, default=1, help="cases at a time")
     if device:
         parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+
+
+@contextmanager
+def own_data() -> Iterator[Path]:
+    """Prepare data/austen-bytes, which the docs' commands name, in a folder that is removed at the end of the context."""
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "data"
+        prepare(["bundled:austen"], tokenizer=load_tokenizer("bytes"), out=data, validation=0.03)
+        yield data
 
 
 def kept(file: Path | None) -> list[Row]:

@@ -2,6 +2,7 @@
 
     megalith data prepare bundled:austen --tokenizer bytes --validation 0.03 --out data/austen-bytes
     python benchmarks/moments.py --data data/austen-bytes --steps 2000 --seeds 3 --out moments.jsonl
+    python benchmarks/moments.py --quick                     # a fiftieth of its steps, on data of its own
 
 `integers` is a bad format that the comparison must show: 8 bits in even steps up to the largest number of a block, and no root.
 
@@ -51,17 +52,30 @@ BETA2 = (0.95, 0.999)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True)
+    parser.add_argument("--data", help="needed, but for --quick")
+    parser.add_argument("--quick", action="store_true", help="a fiftieth of the steps, and one seed, on data of its own")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--cases", nargs="+", default=[*CASES], choices=[*CASES], help="with fp32 or compute, which others need")
     parser.add_argument("--beta2", nargs="+", type=float, default=[*BETA2])
-    parser.add_argument("--out", type=Path, default=Path("moments.jsonl"), help="where finished cases are kept")
+    parser.add_argument("--out", "--file", type=Path, default=Path("moments.jsonl"), help="where finished cases are kept")
     cases.add_arguments(parser, device=True)
     given = parser.parse_args()
     torch.set_num_threads(1)
+    if given.quick:
+        given.steps, given.seeds = given.steps // 50, 1
+        with cases.own_data() as data:
+            compare(given, str(data))
+    elif given.data is None:
+        parser.error("name the prepared data with --data")
+    else:
+        compare(given, given.data)
+
+
+def compare(given: argparse.Namespace, data: str) -> None:
+    """Measure the cases that were asked for, and print their tables."""
     wanted = [(name, beta2, seed, given.steps) for seed in range(given.seeds) for beta2 in given.beta2 for name in given.cases]
-    measure = partial(measured, given.data, given.device)
+    measure = partial(measured, data, given.device)
     rows = cases.finish(given.out, wanted, measure, workers=given.workers, device=given.device)
     losses = {tuple(row["case"]): row["loss"] for row in rows}
     for beta2 in given.beta2:

@@ -4,6 +4,7 @@
     python benchmarks/precision.py --data data/austen-bytes --steps 2000 --seeds 3 --out precision.jsonl
     python benchmarks/precision.py --data data/austen-bytes --steps 2000 --seeds 3 --model experts --cases bf16 noise fp8 nvfp4
     python benchmarks/precision.py --data data/austen-bytes --steps 100 --seeds 1 --gradients
+    python benchmarks/precision.py --quick                   # a fiftieth of its steps, on data of its own
 
 A loss is the mean over the last tenth of the steps, each on samples that the run has not seen. `noise` is bf16 with a learning rate that is
 larger by a millionth: the gap between two runs that hardly differ.
@@ -72,7 +73,8 @@ GRADIENTS = "gradients"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True)
+    parser.add_argument("--data", help="needed, but for --quick")
+    parser.add_argument("--quick", action="store_true", help="a fiftieth of the steps, and one seed, on data of its own")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--model", choices=[*MODELS], default="dense")
@@ -80,13 +82,25 @@ def main() -> None:
         "--cases", nargs="+", default=[*CASES, GRADIENTS], choices=[*CASES, GRADIENTS], help="bf16 is always measured"
     )
     parser.add_argument("--gradients", action="store_true", help="compare gradients alone")
-    parser.add_argument("--out", type=Path, default=Path("precision.jsonl"), help="where finished cases are kept")
+    parser.add_argument("--out", "--file", type=Path, default=Path("precision.jsonl"), help="where finished cases are kept")
     cases.add_arguments(parser, device=True)
     given = parser.parse_args()
     torch.set_num_threads(1)
+    if given.quick:
+        given.steps, given.seeds = given.steps // 50, 1
+        with cases.own_data() as data:
+            compare(given, str(data))
+    elif given.data is None:
+        parser.error("name the prepared data with --data")
+    else:
+        compare(given, given.data)
+
+
+def compare(given: argparse.Namespace, data: str) -> None:
+    """Measure the cases that were asked for, and print their tables."""
     names = [GRADIENTS] if given.gradients else list(dict.fromkeys(("bf16", *given.cases)))
     wanted = [(given.model, name, seed, given.steps) for seed in range(given.seeds) for name in names]
-    measure = partial(measured, given.data, given.device)
+    measure = partial(measured, data, given.device)
     rows = cases.finish(given.out, wanted, measure, workers=given.workers, device=given.device)
     results = {tuple(row["case"]): row["found"] for row in rows}
     found = {name: [results[given.model, name, seed, given.steps] for seed in range(given.seeds)] for name in names}

@@ -31,8 +31,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import cases
-from megalith.data.prepare import prepare
-from megalith.data.tokenizer import load as load_tokenizer
 from megalith.events import RunStarted, Step, of_kind, read
 from megalith.spec import files
 from megalith.spec.phases import Phases
@@ -62,9 +60,7 @@ def main() -> int:
     given = parser.parse_args()
     runs, kills = (len(METHODS), 1) if given.quick else (given.runs, given.kills)
     wanted = [([*METHODS][number % len(METHODS)], number, kills) for number in range(runs)]
-    with tempfile.TemporaryDirectory() as folder:
-        data = Path(folder) / "data"
-        prepare(["bundled:austen"], tokenizer=load_tokenizer("bytes"), out=data, validation=0.03)
+    with cases.own_data() as data:
         rows = cases.finish(given.file, wanted, partial(measured, data), workers=given.workers)
     rows = [row for row in rows if tuple(row["case"]) in wanted]
     print("method        run  killed after step  resumed at     merges  undone  lost  doubled  same bits")

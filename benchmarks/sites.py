@@ -33,8 +33,6 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import cases
-from megalith.data.prepare import prepare
-from megalith.data.tokenizer import load as load_tokenizer
 from megalith.fleet.secure import key
 from megalith.parallel.groups import group_of
 from megalith.prove.worlds import run_ranks
@@ -123,9 +121,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.quick:
-        with tempfile.TemporaryDirectory() as folder:
-            data = Path(folder) / "data"
-            prepare(["bundled:austen"], tokenizer=load_tokenizer("bytes"), out=data, validation=0.03)
+        with cases.own_data() as data:
             _study(QUICK, given, str(data))
         return
     if given.data is None:

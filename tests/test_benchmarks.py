@@ -96,7 +96,7 @@ def _refused(case: tuple[str, int]) -> dict[str, int]:
 
 
 @only_full
-@pytest.mark.parametrize("benchmark", ["optimizers", "spikes", "sites", "site_kills"])
+@pytest.mark.parametrize("benchmark", ["optimizers", "spikes", "sites", "site_kills", "precision", "moments"])
 def test_all_of_it_in_small(benchmark: str, tmp_path: Path) -> None:
     """The second time all runs are already in the file."""
     asked = [sys.executable, str(ROOT / f"benchmarks/{benchmark}.py"), "--quick", "--file", str(tmp_path / "runs.jsonl")]
