@@ -7,7 +7,7 @@
     python benchmarks/precision.py --quick                   # a fiftieth of its steps, on data of its own
 
 A loss is the mean over the last tenth of the steps, each on samples that the run has not seen. `noise` is bf16 with a learning rate that is
-larger by a millionth: the gap between two runs that hardly differ.
+larger by a millionth, and `noise, weights` bf16 with first weights that differ by a millionth: the gap between two runs that hardly differ.
 
 Losses of small models do not separate good recipes. So gradients are also compared at fixed weights, those of a bf16 run after all steps.
 The error is the norm of the difference from all fp32 gradients, relative to their norm. The cosine is that of the angle between them.
@@ -49,6 +49,7 @@ NEAREST = {"rounding": "nearest", "hadamard": False}
 CASES: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16"},
     "noise": {"precision": "bf16", "lr": LR * (1 + 1e-6)},
+    "noise, weights": {"precision": "bf16", "perturbed": 1e-6},
     "fp8": {"precision": "fp8", "choices": {"tile": 32}},
     "fp8, scales in fp32": {"precision": "fp8", "choices": {"tile": 32, "scale": "fp32"}},
     "fp8, row": {"precision": "fp8", "choices": {"granularity": "row"}},
@@ -175,10 +176,21 @@ def trained(trainer: Trainer) -> list[float]:
     return [train_step(trainer, read_step(stream, spec, Position(), step, 0), step=step).loss for step in steps]
 
 
+def begun(data: str, device: torch.device, steps: int, seed: int, model: str, name: str) -> Trainer:
+    """Return the trainer of a case before its first step."""
+    trainer = trainer_of(run_of(data, steps, seed, model, CASES[name]), device)
+    if by := CASES[name].get("perturbed"):
+        draw = torch.Generator().manual_seed(seed)
+        for parameter in trainer.parameters.values():
+            weight = local(parameter).detach()
+            weight *= 1 + by * torch.randn(weight.shape, generator=draw).to(device)
+    return trainer
+
+
 def loss(rank: int, data: str, device: torch.device, steps: int, seed: int, model: str, name: str) -> float:
     """Train with a recipe; return the mean loss of the last steps."""
     with fault_of(name):
-        return statistics.mean(trained(trainer_of(run_of(data, steps, seed, model, CASES[name]), device))[-max(1, steps // 10) :])
+        return statistics.mean(trained(begun(data, device, steps, seed, model, name))[-max(1, steps // 10) :])
 
 
 def errors(rank: int, data: str, device: torch.device, steps: int, seed: int, model: str) -> dict[str, list[float]]:
@@ -195,7 +207,7 @@ def errors(rank: int, data: str, device: torch.device, steps: int, seed: int, mo
     exact = trainer_of(run_of(data, steps, seed, model, {"precision": "fp32"}), device)
     expected = [gradients(exact, each, samples) for each in (weights, planted)]
     found: dict[str, list[float]] = {}
-    for name in (name for name in CASES if name != "noise"):
+    for name in (name for name in CASES if not name.startswith("noise")):
         trainer, row = trainer_of(run_of(data, steps, seed, model, CASES[name]), device), list[float]()
         for held, theirs in zip((weights, planted), expected, strict=True):
             with fault_of(name):

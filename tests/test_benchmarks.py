@@ -6,11 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import cases, link, optimizers, sites, spikes
+from benchmarks import cases, link, optimizers, precision, sites, spikes
 from benchmarks.optimizers import GRIDS, Case, Ran, Search, best_of, kept, print_table, reached
 from megalith.machine import wire
 from megalith.machine.wire import Conditions
+from megalith.parallel.data import local
+from megalith.prove.worlds import run_ranks
 from megalith.spec import files
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.phases import Phases
@@ -114,6 +117,23 @@ def test_a_bad_recipe_is_seen(benchmark: str, case: str, bad: str, tmp_path: Pat
     printed = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
     gaps = {name: float(re.search(rf"^{name} .*? ([+-][\d.]+) %", printed, re.M)[1]) for name in ("noise", case, bad)}  # type: ignore[index]
     assert abs(gaps["noise"]) < abs(gaps[case]) < gaps[bad], printed
+
+
+@pytest.mark.slow
+def test_noise_is_in_the_first_weights_too(tmp_path: Path) -> None:
+    """Each weight differs by about a millionth, and each seed draws other differences."""
+    data = str(prepare_text(tmp_path))
+    (same,) = run_ranks(_weights, 1, data, 0, "noise")
+    for seed in range(2):
+        wide, ours = (run_ranks(_weights, 1, data, seed, name)[0] for name in ("bf16", "noise, weights"))
+        differ = (ours / wide - 1)[wide != 0]
+        assert 0.9e-6 < differ.std() < 1.1e-6 and differ.abs().max() < 1e-5
+        assert torch.equal(same, wide) == (seed == 0)
+
+
+def _weights(rank: int, data: str, seed: int, name: str) -> torch.Tensor:
+    trainer = precision.begun(data, torch.device("cpu"), 40, seed, "dense", name)
+    return torch.cat([local(parameter).detach().flatten().double() for parameter in trainer.parameters.values()])
 
 
 @pytest.mark.slow
