@@ -8,6 +8,7 @@
 
 A loss is the mean over the last tenth of the steps, each on samples that the run has not seen. `noise` is bf16 with a learning rate that is
 larger by a millionth, and `noise, weights` bf16 with first weights that differ by a millionth: the gap between two runs that hardly differ.
+Two cases have a planted fault, which must show: `bad maxima` and `integers`.
 
 Losses of small models do not separate good recipes. So gradients are also compared at fixed weights, those of a bf16 run after all steps.
 The error is the norm of the difference from all fp32 gradients, relative to their norm. The cosine is that of the angle between them.
@@ -31,7 +32,9 @@ import torch
 from torch import Tensor
 
 from benchmarks import cases
+from megalith.kernels import narrow
 from megalith.kernels.narrow import Narrow
+from megalith.kernels.quantise import Scaling
 from megalith.parallel.data import local
 from megalith.prove.worlds import run_ranks
 from megalith.spec.presets import presets
@@ -43,8 +46,8 @@ from megalith.train.stream import open_stream
 
 LR = 1e-3
 CHANNEL, OUTLIER = 5, 64.0
-BAD = "bad maxima"
-"""A case with a planted fault: see `fault_of`."""
+BAD, INTEGERS = "bad maxima", "integers"
+"""Cases with a planted fault: see `fault_of`."""
 NEAREST = {"rounding": "nearest", "hadamard": False}
 CASES: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16"},
@@ -62,6 +65,7 @@ CASES: dict[str, dict[str, Any]] = {
     "mxfp4": {"precision": "mxfp4"},
     "mxfp4, nearest": {"precision": "mxfp4", "choices": NEAREST},
     BAD: {"precision": "fp8", "choices": {"granularity": "tensor", "history": 16}},
+    INTEGERS: {"precision": "fp8", "choices": {"granularity": "tensor"}},
 }
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"layers": 4, "dim": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 384, "vocab": 512, "context": 64},
@@ -113,15 +117,25 @@ def compare(given: argparse.Namespace, data: str) -> None:
 
 @contextmanager
 def fault_of(name: str) -> Iterator[None]:
-    """Plant the fault of a bad recipe, which a comparison must show: maxima are taken without the rank that has the largest numbers,
-    so numbers of over an eighth of the largest saturate."""
+    """Plant the fault of a bad recipe, which a comparison must show.
+
+    BAD: maxima are taken without the rank that has the largest numbers, so numbers of over an eighth of the largest saturate.
+    INTEGERS: factors have the even steps of 4-bit integers, without companding. 8-bit integers would be no fault: after 40 steps, their
+    loss is as near to that of bf16 as the loss of fp8.
+    """
     take_in = Narrow.take_in
-    with (
-        mock.patch.object(Narrow, "take_in", lambda recipe, largest: take_in(recipe, largest / 8))
-        if name == BAD
-        else nullcontext()
-    ):
+    faults = {
+        BAD: mock.patch.object(Narrow, "take_in", lambda recipe, largest: take_in(recipe, largest / 8)),
+        INTEGERS: mock.patch.object(narrow, "narrowed", in_integers),
+    }
+    with faults.get(name, nullcontext()):
         yield
+
+
+def in_integers(x: Tensor, scaling: Scaling, **others: Any) -> Tensor:
+    """Round to integers from -7 to 7, times the power of two with which the largest number of the tensor does not saturate."""
+    step = x.float().abs().amax().clamp(min=2.0**-120).div(7).log2().ceil().exp2()
+    return x.float().div(step).round().mul(step).to(x.dtype)
 
 
 def _show_losses(found: Mapping[str, list[float]], seeds: int) -> None:
