@@ -11,7 +11,8 @@ larger by a millionth, and `noise, weights` bf16 with first weights that differ 
 Two cases have a planted fault, which must show: `bad maxima` and `integers`.
 
 Losses of small models do not separate good recipes. So gradients are also compared at fixed weights, those of a bf16 run after all steps.
-The error is the norm of the difference from all fp32 gradients, relative to their norm. The cosine is that of the angle between them.
+The error is the norm of the difference from the fp32 gradients, relative to their norm. The cosine is that of the angle between them.
+Both are those of all gradients, and of the gradients of embedding, blocks and head.
 Both are measured again with an outlier: one channel in front of each MLP is 64 times as large. The file keeps finished cases, as
 benchmarks/cases.py says. `--gradients` leaves out the losses.
 """
@@ -19,7 +20,7 @@ benchmarks/cases.py says. `--gradients` leaves out the losses.
 import argparse
 import statistics
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -72,7 +73,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "experts": presets()["deepseek-tiny"].values | {"vocab": 512},
 }
 """Models of four blocks of width 128, of which the middle two multiply in few bits: a Llama, and a DeepSeek with eight experts."""
-GRADIENTS = "gradients"
+GRADIENTS = "gradients by part"
 """Name of the case that holds the errors of all recipes' gradients."""
 
 
@@ -148,13 +149,18 @@ def _show_losses(found: Mapping[str, list[float]], seeds: int) -> None:
         print(f"{name:22}{statistics.mean(mine):.4f}  {gap}".rstrip())
 
 
-def _show_gradients(found: list[Mapping[str, list[float]]]) -> None:
-    """Print the error and the cosine of each recipe's gradients: the mean over the seeds."""
-    print(f"{'recipe':22}error   cosine   with an outlier: error   cosine")
-    for name in found[0]:
-        rows = [each[name] for each in found]
-        error, cosine, then, angle = (statistics.mean(column) for column in zip(*rows, strict=True))
-        print(f"{name:22}{error:.4f}  {cosine:.5f}  {then:22.4f}   {angle:.5f}")
+def _show_gradients(found: Sequence[Mapping[str, Any]]) -> None:
+    """Print the error and the cosine of each recipe's gradients, all and by part: the mean over the seeds."""
+    print(f"{'recipe':22}{'part':11}error   cosine   with an outlier: error   cosine")
+    for name, parts in found[0]["recipes"].items():
+        for part in parts:
+            error, cosine, then, angle = means([each["recipes"][name][part] for each in found])
+            print(f"{name if part == 'all' else '':22}{part:11}{error:.4f}  {cosine:.5f}  {then:22.4f}   {angle:.5f}")
+
+
+def means(rows: Sequence[Sequence[float]]) -> list[float]:
+    """Return the mean of each column."""
+    return [statistics.mean(column) for column in zip(*rows, strict=True)]
 
 
 def run_of(data: str, steps: int, seed: int, model: str, case: Mapping[str, Any]) -> RunSpec:
@@ -207,42 +213,76 @@ def loss(rank: int, data: str, device: torch.device, steps: int, seed: int, mode
         return statistics.mean(trained(begun(data, device, steps, seed, model, name))[-max(1, steps // 10) :])
 
 
-def errors(rank: int, data: str, device: torch.device, steps: int, seed: int, model: str) -> dict[str, list[float]]:
-    """Train in bf16; then return the error and the cosine of each recipe's gradients, without and with an outlier."""
-    begun = trainer_of(run_of(data, steps, seed, model, CASES["bf16"]), device)
-    trained(begun)
-    stream = open_stream(begun.spec, "train")
-    samples = [read_step(stream, begun.spec, Position(), step, 0) for step in (steps, steps + 1)]
-    weights = {name: local(parameter).detach().clone() for name, parameter in begun.parameters.items()}
-    planted = {name: tensor.clone() for name, tensor in weights.items()}
-    for name, tensor in planted.items():
-        if name.endswith("mlp_norm.weight"):
-            tensor[CHANNEL] *= OUTLIER
-    exact = trainer_of(run_of(data, steps, seed, model, {"precision": "fp32"}), device)
-    expected = [gradients(exact, each, samples) for each in (weights, planted)]
-    found: dict[str, list[float]] = {}
+class Fixed:
+    """The weights at which gradients are compared, those of a bf16 run after all steps, without and with an outlier; and the samples of
+    two further steps."""
+
+    def __init__(self, data: str, device: torch.device, steps: int, seed: int, model: str) -> None:
+        self._run, self._device = (data, steps, seed, model), device
+        begun = self.trainer(CASES["bf16"])
+        trained(begun)
+        stream = open_stream(begun.spec, "train")
+        self.before, self.samples = (read_step(stream, begun.spec, Position(), step, 0) for step in (steps, steps + 1))
+        weights = {name: local(parameter).detach().clone() for name, parameter in begun.parameters.items()}
+        planted = {name: tensor.clone() for name, tensor in weights.items()}
+        for name, tensor in planted.items():
+            if name.endswith("mlp_norm.weight"):
+                tensor[CHANNEL] *= OUTLIER
+        self.weights = weights, planted
+
+    def trainer(self, case: Mapping[str, Any]) -> Trainer:
+        """Return a trainer of the run in the precision of a case."""
+        return trainer_of(run_of(*self._run, case), self._device)
+
+
+def errors(rank: int, data: str, device: torch.device, steps: int, seed: int, model: str) -> dict[str, Any]:
+    """Train in bf16; then return the error and the cosine of each recipe's gradients by part, without and with an outlier."""
+    at = Fixed(data, device, steps, seed, model)
+    exact = at.trainer({"precision": "fp32"})
+    expected = [by_part(_after_a_step(exact, at, weights)) for weights in at.weights]
+    found = dict[str, dict[str, list[float]]]()
     for name in (name for name in CASES if not name.startswith("noise")):
-        trainer, row = trainer_of(run_of(data, steps, seed, model, CASES[name]), device), list[float]()
-        for held, theirs in zip((weights, planted), expected, strict=True):
+        trainer, found[name] = at.trainer(CASES[name]), {}
+        for weights, theirs in zip(at.weights, expected, strict=True):
             with fault_of(name):
-                ours = gradients(trainer, held, samples)
-            row += [float((ours - theirs).norm() / theirs.norm()), float(torch.dot(ours, theirs) / ours.norm() / theirs.norm())]
-        found[name] = row
-    return found
+                ours = by_part(_after_a_step(trainer, at, weights))
+            for part, its in theirs.items():
+                error = (ours[part] - its).norm() / its.norm()
+                cosine = torch.dot(ours[part], its) / ours[part].norm() / its.norm()
+                found[name].setdefault(part, []).extend((float(error), float(cosine)))
+    return {"recipes": found}
 
 
-def gradients(trainer: Trainer, weights: Mapping[str, Tensor], samples: list[Any]) -> Tensor:
-    """Return all gradients of a step with these weights, float64 [numbers]. A step before it gives delayed scales a history."""
+def _after_a_step(trainer: Trainer, at: Fixed, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the gradients after a step without an update, which gives delayed scales a history."""
+    put(trainer, weights)
+    accumulate(trainer, at.before)
+    trainer.update_router_biases()
+    trainer.drop()
+    return gradients(trainer, at.samples)
+
+
+def put(trainer: Trainer, weights: Mapping[str, Tensor]) -> None:
+    """Give a trainer these weights."""
     with torch.no_grad():
         for name, parameter in trainer.parameters.items():
             local(parameter).copy_(weights[name])
-    accumulate(trainer, samples[0])
-    trainer.update_router_biases()
+
+
+def gradients(trainer: Trainer, samples: list[Any]) -> dict[str, Tensor]:
+    """Return the gradient of each parameter on these samples, float64 [numbers]."""
+    accumulate(trainer, samples)
+    found = {name: local(p.grad).flatten().double() for name, p in trainer.parameters.items() if p.grad is not None}
     trainer.drop()
-    accumulate(trainer, samples[1])
-    found = [local(p.grad).flatten().double() for p in trainer.parameters.values() if p.grad is not None]
-    trainer.drop()
-    return torch.cat(found)
+    return found
+
+
+def by_part(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return all gradients as one vector, and those of each part of the model: embedding, blocks, head."""
+    parts = {name.partition(".")[0]: list[Tensor]() for name in found}
+    for name, gradient in found.items():
+        parts[name.partition(".")[0]].append(gradient)
+    return {"all": torch.cat([*found.values()])} | {part: torch.cat(each) for part, each in parts.items()}
 
 
 if __name__ == "__main__":

@@ -119,6 +119,26 @@ def test_a_bad_recipe_is_seen(benchmark: str, bad: str, tmp_path: Path) -> None:
     assert abs(gaps["noise"]) < abs(gaps["fp8"]) < gaps[bad], printed
 
 
+def test_errors_of_gradients_are_shown_by_part(capsys: pytest.CaptureFixture[str]) -> None:
+    """The mean over the seeds, for all gradients and for those of embedding, blocks and head."""
+    names = ("embedding.weight", "blocks.0.mlp.up.weight", "blocks.1.mlp.up.weight", "head.output.weight")
+    parts = precision.by_part({name: torch.tensor([float(number)]) for number, name in enumerate(names)})
+    assert {part: each.tolist() for part, each in parts.items()} == {
+        "all": [0, 1, 2, 3],
+        "embedding": [0],
+        "blocks": [1, 2],
+        "head": [3],
+    }
+    seeds = [{"recipes": {"fp8": {part: [seed / 10, 0.5, 0.3, 0.25] for part in parts}}} for seed in (1, 3)]
+    precision._show_gradients(seeds)
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in printed[1:3]] == [
+        ["fp8", "all", "0.2000", "0.50000", "0.3000", "0.25000"],
+        ["embedding", "0.2000", "0.50000", "0.3000", "0.25000"],
+    ]
+    assert len(printed) == 5
+
+
 @pytest.mark.slow
 def test_noise_is_in_the_first_weights_too(tmp_path: Path) -> None:
     """Each weight differs by about a millionth, and each seed draws other differences."""
