@@ -13,8 +13,14 @@ Two cases have a planted fault, which must show: `bad maxima` and `integers`.
 Losses of small models do not separate good recipes. So gradients are also compared at fixed weights, those of a bf16 run after all steps.
 The error is the norm of the difference from the fp32 gradients, relative to their norm. The cosine is that of the angle between them.
 Both are those of all gradients, and of the gradients of embedding, blocks and head.
-Both are measured again with an outlier: one channel in front of each MLP is 64 times as large. The file keeps finished cases, as
-benchmarks/cases.py says. `--gradients` leaves out the losses.
+Both are measured again with an outlier: one channel in front of each MLP is 64 times as large.
+
+The choices of recipes in 4 bits are measured at the same weights. Rounding: the gradients that enter products are drawn 256 times, for
+other numbers of the samples. The mean's distance from the gradient of the same step in which they are not rounded, in standard errors of
+the mean, is near 1 if the draws have no bias; that of rounding to nearest is in the same units. Hadamard transform: the error of weight
+gradients, relative to those of the same step in bf16 products.
+
+`--gradients` leaves out the losses. The file keeps finished cases, as benchmarks/cases.py says.
 """
 
 import argparse
@@ -22,7 +28,9 @@ import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -49,6 +57,7 @@ LR = 1e-3
 CHANNEL, OUTLIER = 5, 64.0
 BAD, INTEGERS = "bad maxima", "integers"
 """Cases with a planted fault: see `fault_of`."""
+ROUNDINGS = ("nearest", "stochastic")
 NEAREST = {"rounding": "nearest", "hadamard": False}
 CASES: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16"},
@@ -73,8 +82,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "experts": presets()["deepseek-tiny"].values | {"vocab": 512},
 }
 """Models of four blocks of width 128, of which the middle two multiply in few bits: a Llama, and a DeepSeek with eight experts."""
-GRADIENTS = "gradients by part"
-"""Name of the case that holds the errors of all recipes' gradients."""
+GRADIENTS, DRAWS = "gradients by part", "draws"
+"""Names of the cases that hold the errors of all recipes' gradients, and the distances of rounded gradients in 4 bits."""
+FOUR_BITS = ("nvfp4", "mxfp4")
 
 
 def main() -> None:
@@ -85,15 +95,20 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--model", choices=[*MODELS], default="dense")
     parser.add_argument(
-        "--cases", nargs="+", default=[*CASES, GRADIENTS], choices=[*CASES, GRADIENTS], help="bf16 is always measured"
+        "--cases",
+        nargs="+",
+        default=[*CASES, GRADIENTS, DRAWS],
+        choices=[*CASES, GRADIENTS, DRAWS],
+        help="bf16 is always measured",
     )
+    parser.add_argument("--draws", type=int, default=256, help="of gradients that are rounded stochastically")
     parser.add_argument("--gradients", action="store_true", help="compare gradients alone")
     parser.add_argument("--out", "--file", type=Path, default=Path("precision.jsonl"), help="where finished cases are kept")
     cases.add_arguments(parser, device=True)
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.quick:
-        given.steps, given.seeds = given.steps // 50, 1
+        given.steps, given.draws, given.seeds = given.steps // 50, given.draws // 50, 1
         with cases.own_data() as data:
             compare(given, str(data))
     elif given.data is None:
@@ -104,14 +119,20 @@ def main() -> None:
 
 def compare(given: argparse.Namespace, data: str) -> None:
     """Measure the cases that were asked for, and print their tables."""
-    names = [GRADIENTS] if given.gradients else list(dict.fromkeys(("bf16", *given.cases)))
-    wanted = [(given.model, name, seed, given.steps) for seed in range(given.seeds) for name in names]
+    names = [GRADIENTS, DRAWS] if given.gradients else list(dict.fromkeys(("bf16", *given.cases)))
+    keys = {
+        name: [(given.model, name, seed, given.steps, *([given.draws] * (name == DRAWS))) for seed in range(given.seeds)]
+        for name in names
+    }
+    wanted = [key for of_seed in zip(*keys.values(), strict=True) for key in of_seed]
     measure = partial(measured, data, given.device)
     rows = cases.finish(given.out, wanted, measure, workers=given.workers, device=given.device)
     results = {tuple(row["case"]): row["found"] for row in rows}
-    found = {name: [results[given.model, name, seed, given.steps] for seed in range(given.seeds)] for name in names}
-    if gradients := found.pop(GRADIENTS, None):
-        _show_gradients(gradients)
+    found = {name: [results[key] for key in keys[name]] for name in names}
+    if compared := found.pop(GRADIENTS, None):
+        _show_gradients(compared)
+    if drawn := found.pop(DRAWS, None):
+        _show_draws(drawn, given.draws)
     if found:
         _show_losses(found, given.seeds)
 
@@ -156,6 +177,18 @@ def _show_gradients(found: Sequence[Mapping[str, Any]]) -> None:
         for part in parts:
             error, cosine, then, angle = means([each["recipes"][name][part] for each in found])
             print(f"{name if part == 'all' else '':22}{part:11}{error:.4f}  {cosine:.5f}  {then:22.4f}   {angle:.5f}")
+    print(f"\n{'weight gradients':22}plain   Hadamard   with an outlier: plain   Hadamard")
+    for name in found[0]["hadamard"]:
+        plain, turned, then, too = means([each["hadamard"][name] for each in found])
+        print(f"{name:22}{plain:.4f}  {turned:.4f}  {then:24.4f}   {too:.4f}")
+
+
+def _show_draws(found: Sequence[Mapping[str, list[float]]], draws: int) -> None:
+    """Print how far rounded gradients are from those that are not rounded, in standard errors of the mean of all draws."""
+    print(f"\n{f'mean of {draws} draws':22}stochastic  nearest  with an outlier: stochastic  nearest")
+    for name in found[0]:
+        drawn, nearest, then, too = means([each[name] for each in found])
+        print(f"{name:22}{drawn:10.2f}  {nearest:7.2f}  {then:27.2f}  {too:7.2f}")
 
 
 def means(rows: Sequence[Sequence[float]]) -> list[float]:
@@ -177,10 +210,10 @@ def run_of(data: str, steps: int, seed: int, model: str, case: Mapping[str, Any]
     )
 
 
-def measured(data: str, device: str, case: tuple[str, str, int, int]) -> dict[str, Any]:
+def measured(data: str, device: str, case: tuple[Any, ...]) -> dict[str, Any]:
     """Measure a case in a process of its own; return the row's result."""
-    model, name, seed, steps = case
-    function, more = (errors, ()) if name == GRADIENTS else (loss, (name,))
+    model, name, seed, steps, *draws = case
+    function, more = {GRADIENTS: (errors, []), DRAWS: (distances, draws)}.get(name, (loss, [name]))
     (found,) = run_ranks(function, 1, data, torch.device(device), steps, seed, model, *more, timeout=3600.0)
     return {"found": found}
 
@@ -230,9 +263,12 @@ class Fixed:
                 tensor[CHANNEL] *= OUTLIER
         self.weights = weights, planted
 
-    def trainer(self, case: Mapping[str, Any]) -> Trainer:
-        """Return a trainer of the run in the precision of a case."""
-        return trainer_of(run_of(*self._run, case), self._device)
+    def trainer(self, case: Mapping[str, Any], weights: Mapping[str, Tensor] | None = None) -> Trainer:
+        """Return a trainer of the run in the precision of a case; `weights`: its weights, instead of the first ones."""
+        trainer = trainer_of(run_of(*self._run, case), self._device)
+        if weights is not None:
+            put(trainer, weights)
+        return trainer
 
 
 def errors(rank: int, data: str, device: torch.device, steps: int, seed: int, model: str) -> dict[str, Any]:
@@ -250,7 +286,60 @@ def errors(rank: int, data: str, device: torch.device, steps: int, seed: int, mo
                 error = (ours[part] - its).norm() / its.norm()
                 cosine = torch.dot(ours[part], its) / ours[part].norm() / its.norm()
                 found[name].setdefault(part, []).extend((float(error), float(cosine)))
-    return {"recipes": found}
+    return {"recipes": found, "hadamard": {f"{name}, {to}": hadamard(at, name, to) for name in FOUR_BITS for to in ROUNDINGS}}
+
+
+def hadamard(at: Fixed, precision: str, rounding: str) -> list[float]:
+    """Return the error of the weight gradients that a recipe rounds, without and with a Hadamard transform; then both with an outlier."""
+    row = []
+    for weights, turned in product(at.weights, (False, True)):
+        choices = {"rounding": rounding, "hadamard": turned}
+        ours, theirs = (
+            gradients(at.trainer({"precision": precision, "choices": choices | more}, weights), at.samples)
+            for more in ({}, {"weight_gradient": "wide"})
+        )
+        rounded = [name for name in ours if not torch.equal(ours[name], theirs[name])]  # all others have the same bits
+        one, other = (torch.cat([each[name] for name in rounded]) for each in (ours, theirs))
+        row.append(float((one - other).norm() / other.norm()))
+    return row
+
+
+def distances(
+    rank: int, data: str, device: torch.device, steps: int, seed: int, model: str, draws: int
+) -> dict[str, list[float]]:
+    """Train in bf16; then return the distance of the mean of many draws, and of rounding to nearest, from gradients that are not rounded,
+    in standard errors of that mean, for each recipe in 4 bits; then both with an outlier.
+
+    The squares of distance and error are summed over all numbers of the gradient."""
+    at, found = Fixed(data, device, steps, seed, model), dict[str, list[float]]()
+    for name, weights in product(FOUR_BITS, at.weights):
+        trainer = at.trainer(CASES[name], weights)
+        with unrounded():
+            expected = torch.cat([*gradients(trainer, at.samples).values()])
+        nearest = at.trainer({"precision": name, "choices": {"rounding": "nearest"}}, weights)
+        total, squares = torch.zeros_like(expected), torch.zeros_like(expected)
+        for draw in range(draws):
+            samples = [replace(each, numbers=tuple(number + (draw << 20) for number in each.numbers)) for each in at.samples]
+            gap = torch.cat([*gradients(trainer, samples).values()]) - expected
+            total, squares = total + gap, squares + gap**2
+        variance = (squares - total**2 / draws).sum() / (draws - 1)
+        gaps = total / draws, torch.cat([*gradients(nearest, at.samples).values()]) - expected
+        found.setdefault(name, []).extend(float(gap.norm() / (variance / draws).sqrt()) for gap in gaps)
+    return found
+
+
+@contextmanager
+def unrounded() -> Iterator[None]:
+    """Inside this context, recipes that round gradients stochastically do not round them. Their other factors are rounded as ever."""
+    tokens = Narrow._tokens
+
+    def kept(recipe: Narrow, x: Tensor, scaling: Scaling, *others: Any, draws: Tensor | None = None, **more: Any) -> Tensor:
+        if draws is None:
+            return tokens(recipe, x, scaling, *others, **more)
+        return x if scaling.exact else x.float()
+
+    with mock.patch.object(Narrow, "_tokens", kept):
+        yield
 
 
 def _after_a_step(trainer: Trainer, at: Fixed, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

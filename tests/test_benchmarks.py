@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -129,14 +130,17 @@ def test_errors_of_gradients_are_shown_by_part(capsys: pytest.CaptureFixture[str
         "blocks": [1, 2],
         "head": [3],
     }
-    seeds = [{"recipes": {"fp8": {part: [seed / 10, 0.5, 0.3, 0.25] for part in parts}}} for seed in (1, 3)]
+    seeds: list[dict[str, Any]] = [
+        {"recipes": {"fp8": {part: [seed / 10, 0.5, 0.3, 0.25] for part in parts}}, "hadamard": {"nvfp4": [0.4, 0.3, 0.2, 0.1]}}
+        for seed in (1, 3)
+    ]
     precision._show_gradients(seeds)
     printed = capsys.readouterr().out.splitlines()
     assert [line.split() for line in printed[1:3]] == [
         ["fp8", "all", "0.2000", "0.50000", "0.3000", "0.25000"],
         ["embedding", "0.2000", "0.50000", "0.3000", "0.25000"],
     ]
-    assert len(printed) == 5
+    assert len(printed) == 8 and printed[-1].split() == ["nvfp4", "0.4000", "0.3000", "0.2000", "0.1000"]
 
 
 @pytest.mark.slow
@@ -154,6 +158,27 @@ def test_noise_is_in_the_first_weights_too(tmp_path: Path) -> None:
 def _weights(rank: int, data: str, seed: int, name: str) -> torch.Tensor:
     trainer = precision.begun(data, torch.device("cpu"), 40, seed, "dense", name)
     return torch.cat([local(parameter).detach().flatten().double() for parameter in trainer.parameters.values()])
+
+
+@only_full
+def test_draws_have_no_bias_and_rounding_to_nearest_has_one(tmp_path: Path) -> None:
+    """Four standard errors of the mean of many draws are the limit, without and with an outlier."""
+    (found,) = run_ranks(
+        precision.distances, 1, str(prepare_text(tmp_path)), torch.device("cpu"), 40, 0, "dense", 64, timeout=3600.0
+    )
+    for drawn, nearest, then, too in found.values():
+        assert max(drawn, then) < 4 < min(nearest, too), found
+
+
+@only_full
+def test_a_hadamard_transform_lowers_the_error_of_weight_gradients_with_an_outlier(tmp_path: Path) -> None:
+    (found,) = run_ranks(_hadamard, 1, str(prepare_text(tmp_path)), timeout=3600.0)
+    assert all(too < then for _, _, then, too in found), found
+
+
+def _hadamard(rank: int, data: str) -> list[list[float]]:
+    at = precision.Fixed(data, torch.device("cpu"), 40, 0, "dense")
+    return [precision.hadamard(at, name, "nearest") for name in precision.FOUR_BITS]
 
 
 @pytest.mark.slow
