@@ -3,7 +3,9 @@
     megalith data prepare bundled:austen --tokenizer bytes --validation 0.03 --out data/austen-bytes
     python benchmarks/precision.py --data data/austen-bytes --steps 2000 --seeds 3 --out precision.jsonl
     python benchmarks/precision.py --data data/austen-bytes --steps 2000 --seeds 3 --model experts --cases bf16 noise fp8 nvfp4
+    python benchmarks/precision.py --data data/austen-bytes --steps 2000 --seeds 3 --model quickstart --cases bf16 noise fp8 nvfp4
     python benchmarks/precision.py --data data/austen-bytes --steps 100 --seeds 1 --gradients
+    python benchmarks/precision.py --data data/austen-bytes --steps 2000 --seeds 3 --gradients
     python benchmarks/precision.py --quick                   # a fiftieth of its steps, on data of its own
 
 A loss is the mean over the last tenth of the steps, each on samples that the run has not seen. `noise` is bf16 with a learning rate that is
@@ -80,8 +82,10 @@ CASES: dict[str, dict[str, Any]] = {
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"layers": 4, "dim": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 384, "vocab": 512, "context": 64},
     "experts": presets()["deepseek-tiny"].values | {"vocab": 512},
+    "quickstart": presets()["quickstart"].values | {"vocab": 512},
 }
-"""Models of four blocks of width 128, of which the middle two multiply in few bits: a Llama, and a DeepSeek with eight experts."""
+"""A Llama and a DeepSeek with eight experts, of four blocks of width 128; and the Llama of recipes/quickstart.toml, of six blocks of width
+256, with a vocabulary for bytes. All blocks but the first and the last multiply in few bits."""
 GRADIENTS, DRAWS = "gradients by part", "draws"
 """Names of the cases that hold the errors of all recipes' gradients, and the distances of rounded gradients in 4 bits."""
 FOUR_BITS = ("nvfp4", "mxfp4")

@@ -11,6 +11,7 @@ import torch
 
 from benchmarks import cases, link, optimizers, precision, sites, spikes
 from benchmarks.optimizers import GRIDS, Case, Ran, Search, best_of, kept, print_table, reached
+from megalith.check import check
 from megalith.machine import wire
 from megalith.machine.wire import Conditions
 from megalith.parallel.data import local
@@ -118,6 +119,23 @@ def test_a_bad_recipe_is_seen(benchmark: str, bad: str, tmp_path: Path) -> None:
     printed = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
     gaps = {name: float(re.search(rf"^{name} .*? ([+-][\d.]+) %", printed, re.M)[1]) for name in ("noise", "fp8", bad)}  # type: ignore[index]
     assert abs(gaps["noise"]) < abs(gaps["fp8"]) < gaps[bad], printed
+
+
+@pytest.mark.parametrize("model", precision.MODELS)
+def test_each_model_can_be_trained_in_each_precision(model: str) -> None:
+    specs = [precision.run_of("unused", 2000, 0, model, case) for case in precision.CASES.values()]
+    assert not [problem for spec in specs for problem in check(spec, files=False) if problem.severity == "error"]
+
+
+def test_the_model_of_quickstart_is_compared() -> None:
+    model, recipe = (
+        spec.model
+        for spec in (
+            precision.run_of("unused", 40, 0, "quickstart", precision.CASES["fp8"]),
+            files.load(ROOT / "recipes/quickstart.toml").spec,
+        )
+    )
+    assert model == recipe.model_copy(update={"vocab": model.vocab})
 
 
 def test_errors_of_gradients_are_shown_by_part(capsys: pytest.CaptureFixture[str]) -> None:
