@@ -75,7 +75,7 @@ wheel: setup ## Build dist/megalith-*.whl, which pip installs anywhere
 bench: setup ## Measure training speed beside plain Hugging Face transformers
 	$(RUN)python benchmarks/train_speed.py --peer
 
-guide-pictures: setup ## Draw the pictures of docs/guide/parallelism.md again
+guide-pictures: setup ## Draw the pictures of docs/guide/parallelism.md and precision.md again
 	$(RUN)python -m megalith.report.guide
 
 watch-pictures: setup ## Take the pictures of docs/guide/watching.md again (make browser installs what it needs)

@@ -1,6 +1,6 @@
-"""The pictures of docs/guide/parallelism.md, drawn from the trainer's own code: schedules are simulated, and placements come from the mesh
-and from the code that splits models. `make guide-pictures` draws the guide's pictures again; a test compares newly drawn pictures with
-those in the guide.
+"""The pictures of docs/guide/parallelism.md and precision.md, drawn from the trainer's own code: schedules are simulated, placements come
+from the mesh and from the code that splits models, and numbers are rounded by the recipes. `make guide-pictures` draws the guide's pictures
+again; a test compares newly drawn pictures with those in the guide.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,11 +13,26 @@ from megalith.mesh import Mesh
 from megalith.report import timeline
 from megalith.report.svg import Cell, grid, picture, stacked_rows, standalone, text
 from megalith.schedule import SCHEDULES, build, lower, simulate
+from megalith.spec.numbers import PrecisionSpec, recipe_of, settled
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.plan import Plan, recomputed, segment_size
 from megalith.spec.state import bytes_of, kept
 
 RANKS, MICROBATCHES = 4, 8
+ROW, AT, OUTLIER, ELSEWHERE = 128, 40, 64.0, 32768.0
+"""A row of numbers: how many, the place and the size of its outlier, and the largest number of the tensor, which is in another row."""
+FORMATS = MappingProxyType(
+    {
+        "bf16": ("bf16", "8 bits of precision, a large range", {}),
+        "fp16": ("fp16", "11 bits, a small range", {}),
+        "fp8, tile": ("fp8", "128 numbers share a scale", {}),
+        "fp8, tensor": ("fp8", "all rows share a scale", {"granularity": "tensor"}),
+        "mxfp8": ("mxfp8", "32 numbers share a scale", {}),
+        "nvfp4": ("nvfp4", "16 numbers share a scale", {}),
+        "mxfp4": ("mxfp4", "32 numbers share a scale", {}),
+    }
+)
+"""Precision, description and choices of each format that `outlier` draws."""
 STATE = MappingProxyType({"weights to compute with": 0, "master weights": 1, "gradients": 2, "moments": 3})
 
 
@@ -191,6 +206,75 @@ def ahead() -> str:
     return grid(rows, ["head predicts", "MTP block predicts"], [f"position {at}" for at in range(4)], cell_width=150)
 
 
+def outlier() -> str:
+    """Draw a row of numbers, of which one is an outlier, as each format rounds it."""
+    left, wide, tall, top = 196.0, 460.0, 64.0, 30.0
+    row, found = rounded_rows()
+    body = _dots([(left + 6, 12.0)], 4) + text(left + 14, 16, "number as rounded")
+    body += _errors([(left + 136, 6.0, 18.0)]) + text(left + 144, 16, "distance from the number before")
+    body += text(left + wide + 16, 16, f"the {ROW - 1} others", style="strong")
+    for index, (name, numbers) in enumerate(found.items()):
+        y = top + index * (tall + 8)
+        error, zeros = lost(row, numbers)
+        body += text(left - 10, y + 28, name, anchor="end", style="strong")
+        body += text(left - 10, y + 44, FORMATS[name][1], anchor="end")
+        body += _rounded_row(row, numbers, left, y, wide, tall)
+        body += text(left + wide + 16, y + 28, f"error {100 * error:.2g} %", style="strong")
+        body += text(left + wide + 16, y + 44, f"{zeros} become 0")
+    return picture(left + wide + 116, top + len(found) * (tall + 8), body, "a row with an outlier, as each format rounds it")
+
+
+def _rounded_row(before: Sequence[float], after: Sequence[float], left: float, top: float, wide: float, tall: float) -> str:
+    """Draw each number as rounded, and its distance from the number before. The outlier is far above the box: words show it."""
+    xs = [left + (at + 0.5) * wide / ROW for at in range(ROW)]
+    old, new = ([top + tall / 2 * (1 - number / 3.4) for number in numbers] for numbers in (before, after))
+    inside = [at for at in range(ROW) if at != AT]
+    body = f'<rect class="box" x="{left:.1f}" y="{top:.1f}" width="{wide:.1f}" height="{tall:.1f}" rx="4"/>'
+    body += _errors([(xs[at], old[at], new[at]) for at in inside]) + _dots([(xs[at], new[at]) for at in inside], 3)
+    return body + text(xs[AT], top + 12, f"{before[AT]:g} \u2192 {after[AT]:g}", anchor="middle", style="strong")
+
+
+def rounded_rows() -> tuple[list[float], dict[str, list[float]]]:
+    """Return a row of normal numbers with an outlier, and the same row as each format rounds it in a tensor of two rows."""
+    import torch
+
+    from megalith.kernels.draws import key_of, uniform
+    from megalith.kernels.narrow import Narrow
+    from megalith.kernels.numbers import Dtypes
+    from megalith.kernels.quantise import narrowed
+    from megalith.parallel.precision import RECIPES
+
+    drawn = uniform(key_of("a row with an outlier"), torch.arange(12), range(ROW)).double().sum(0) - 6  # nearly normal
+    drawn[AT] = OUTLIER
+    tensor = torch.stack((drawn, torch.full_like(drawn, ELSEWHERE))).float()
+    found = dict[str, list[float]]()
+    for name, (precision, _, more) in FORMATS.items():
+        choices = settled(PrecisionSpec.model_validate(more), precision)
+        recipe = RECIPES[recipe_of(choices, precision)].of(choices)
+        numbers = tensor.to(Dtypes.of(precision).compute)
+        if isinstance(recipe, Narrow):
+            numbers = narrowed(numbers, recipe.along)
+        found[name] = numbers[0].tolist()
+    return tensor[0].tolist(), found
+
+
+def lost(before: Sequence[float], after: Sequence[float]) -> tuple[float, int]:
+    """Return the relative error of all numbers but the outlier, and how many of them became 0."""
+    pairs = [pair for at, pair in enumerate(zip(before, after, strict=True)) if at != AT]
+    error = sum((new - old) ** 2 for old, new in pairs) / sum(old**2 for old, _ in pairs)
+    return error**0.5, sum(new == 0 != old for old, new in pairs)
+
+
+def _dots(places: Sequence[tuple[float, float]], size: float) -> str:
+    path = "".join(f"M{x:.1f},{y:.1f}h0" for x, y in places)
+    return f'<path class="c0" d="{path}" stroke-width="{size:g}" stroke-linecap="round"/>'
+
+
+def _errors(places: Sequence[tuple[float, float, float]]) -> str:
+    path = "".join(f"M{x:.1f},{old:.1f}V{new:.1f}" for x, old, new in places if abs(old - new) > 0.3)
+    return f'<path class="c1" d="{path}" stroke-width="1.2"/>'
+
+
 def _share(size: int, index: int, shares: int) -> range:
     return range(index * size // shares, (index + 1) * size // shares)
 
@@ -215,6 +299,7 @@ def pictures() -> dict[str, Callable[[], str]]:
         "views": views,
         "recompute": recompute,
         "ahead": ahead,
+        "outlier": outlier,
     }
     return {f"schedule-{name}": partial(schedule, name) for name in SCHEDULES} | others
 

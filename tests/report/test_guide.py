@@ -29,7 +29,7 @@ def test_a_picture_of_the_guide_is_the_one_drawn_today(name: str) -> None:
 
 
 def test_every_picture_is_shown_and_every_schedule_drawn() -> None:
-    page = PAGE.read_text(encoding="utf-8")
+    page = "".join(each.read_text(encoding="utf-8") for each in (PAGE, PAGE.with_name("precision.md")))
     assert {path.stem for path in FOLDER.glob("*.svg")} == set(guide.pictures())
     assert all(f"](pictures/{name}.svg)" in page for name in guide.pictures())
 
@@ -47,6 +47,19 @@ def test_the_state_shrinks_with_each_zero_stage_to_an_even_share() -> None:
 
 def test_context_ranks_score_equally_much() -> None:
     assert guide.context().count("scores 8 squares") == 4
+
+
+def test_an_outlier_in_4_bits_takes_the_numbers_that_share_its_scale() -> None:
+    """In 8 bits it takes none, unless a whole tensor shares a scale."""
+    row, found = guide.rounded_rows()
+    alone = [0.0] * 128
+    alone[guide.AT] = guide.OUTLIER
+    assert found["nvfp4"][32:48] == alone[32:48] and found["mxfp4"][32:64] == alone[32:64]
+    error, zeros = zip(*(guide.lost(row, numbers) for numbers in found.values()), strict=True)
+    assert dict(zip(found, zeros, strict=True)) == {**dict.fromkeys(found, 0), "fp8, tensor": 14, "nvfp4": 23, "mxfp4": 43}
+    by_format = dict(zip(found, error, strict=True))
+    assert by_format["fp16"] < by_format["bf16"] < by_format["fp8, tile"] < by_format["fp8, tensor"] < by_format["nvfp4"]
+    assert 2**-9 / 3**0.5 < by_format["bf16"] < 2**-8 / 3**0.5 and 2**-5 / 3**0.5 < by_format["mxfp8"] < 2**-4 / 3**0.5
 
 
 REFUSED = re.findall(r"^\| `(recipes/[^`]+)` \| `([^`]+)` \| (.+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
