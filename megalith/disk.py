@@ -52,14 +52,19 @@ def leads_to(path: Path, inode: int) -> bool:
         return not isinstance(error, FileNotFoundError)
 
 
+REPLACED = "the folder that was here was moved or removed, and another folder is here now"
+"""Why `Place.away` refuses a folder that another one has replaced."""
+
+
 class Place:
     """A folder that may become unavailable ("away"). A folder is away if it existed before and does not exist now, or if its file
-    system is no longer mounted, because files must not be written to the empty mount point. `existed`: the folder existed
-    before."""
+    system is no longer mounted, because files must not be written to the empty mount point. It is away, too, while another folder is at
+    its path, because the files there are another run's. `existed`: the folder existed before."""
 
     def __init__(self, folder: Path, *, existed: bool = False) -> None:
         self.folder = folder.resolve()
         self._seen = existed
+        self._inode: int | None = None  # of the folder, since it was first seen
         self._mount = next((above for above in (self.folder, *self.folder.parents) if os.path.ismount(above)), None)
         self.away()
 
@@ -70,10 +75,13 @@ class Place:
         try:
             with os.scandir(self.folder):
                 self._seen = True
+            found = self.folder.stat().st_ino
         except OSError as error:
             if self._seen or not isinstance(error, FileNotFoundError | NotADirectoryError):
                 return error.strerror or str(error)
-        return ""
+            return ""
+        self._inode = found if self._inode is None else self._inode
+        return "" if found == self._inode else REPLACED
 
     def make(self, folder: Path) -> None:
         """Make a folder inside this folder, which is also made if it never existed before. Raises OSError."""

@@ -165,6 +165,22 @@ def test_nothing_is_written_where_a_file_system_was_mounted(tmp_path: Path, monk
     assert _messages(tmp_path) == ["first", "second", "third"]
 
 
+def test_nothing_is_written_to_a_folder_that_has_replaced_the_first_one(tmp_path: Path) -> None:
+    """Its files are those of another run."""
+    run = tmp_path / "run"
+    place, log = disk.Place(run), EventLog(run)
+    assert not place.away()
+    log.write(Problem("warning", "first"))
+    run.rename(tmp_path / "aside")
+    EventLog(run).write(Problem("warning", "another run's"))
+    log.write(Problem("warning", "second"))
+    assert _messages(run) == ["another run's"] and place.away() == disk.REPLACED
+    run.rename(tmp_path / "other")
+    (tmp_path / "aside").rename(run)
+    log.close()
+    assert _messages(run) == ["first", "second"] and not place.away()
+
+
 @pytest.mark.parametrize(("line", "bare"), [("host:/x {0} nfs rw 0 0", True), ("# host:/x {0} nfs", False), ("", False)])
 def test_a_mount_point_at_which_nothing_is_mounted_is_recognised(line: str, bare: bool, tmp_path: Path) -> None:
     (tmp_path / "fstab").write_text(f"proc /proc proc defaults 0 0\n{line.format(tmp_path / 'store')}\n")

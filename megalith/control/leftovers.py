@@ -2,16 +2,14 @@
 disks."""
 
 import contextlib
-import fcntl
 import json
-import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal
+from typing import Literal
 
-from megalith.fleet.secure import key, private
+from megalith.fleet.secure import key
 from megalith.fleet.tiers import copies, roots
 from megalith.spec.files import SPEC_FILE
 from megalith.spec.fleet import FleetSpec
@@ -46,7 +44,7 @@ def find(*, run_dir: Path | None = None, disks: Iterable[Path] = ()) -> list[Lef
 
 def clear(one: Leftover) -> bool:
     """Remove a folder of copies, and return True if it was removed. A folder that a process uses is kept."""
-    with _claimed(one.path) as owner:
+    with roots.claimed(one.path) as owner:
         if owner is not None:
             shutil.rmtree(one.path, ignore_errors=True)
     return not one.path.exists()
@@ -61,36 +59,15 @@ def _in(place: Path, where: Literal["memory", "disk"]) -> list[Leftover]:
 
 def _look(path: Path, where: Literal["memory", "disk"]) -> Leftover | None:
     try:
-        with _opened(path) as file:
+        with roots.opened(path) as file:
             owner = json.load(file)
         run, name = Path(owner["run"]), owner["name"]
-        with _claimed(path) as free:
+        with roots.claimed(path) as free:
             state: State = "in use" if free is None else "ended" if _belongs(run, name) else "abandoned"
         size = sum(file.stat().st_blocks * 512 for file in path.rglob("*") if file.is_file())
         return Leftover(path, where, size, run, state, _newest(path, run))
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[IO[str]]:
-    with private.opened(path) as folder:
-        descriptor = private.open_file(folder, path / roots.OWNER, os.O_RDONLY)
-    with os.fdopen(descriptor, encoding="utf-8") as file:
-        yield file
-
-
-@contextlib.contextmanager
-def _claimed(path: Path) -> Iterator[IO[str] | None]:
-    """Lock a folder of copies while the block runs; yield None if a process of its run holds the lock. Raises OSError if it is
-    not a folder of copies."""
-    with _opened(path) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield None
-        else:
-            yield file
 
 
 def _belongs(run: Path, name: str) -> bool:

@@ -71,7 +71,7 @@ class LeaseError(RuntimeError):
 
 
 class TakenError(LeaseError):
-    """Another command owns the run folder now."""
+    """Another command owns the run folder now, or another folder is at its path."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,7 @@ class Owner:
     def __init__(self, run_dir: Path, claim: Claim) -> None:
         self.run_dir = run_dir
         self._claim, self._claims = claim, _Claims(run_dir)
+        self._place = disk.Place(run_dir, existed=True)
         self._renewed = time.monotonic()
         self._taken = self._trouble = ""
         self._idle = False  # no rank runs
@@ -113,24 +114,23 @@ class Owner:
 
     @contextlib.contextmanager
     def renewing(self) -> Iterator[None]:
-        """Renew the lease while the block runs. If the lease cannot be renewed for too long, and `check` has not ended the ranks
-        by then, end this process and with it all ranks."""
-        if not self._claim.lease:
-            yield
-            return
+        """Renew the lease while the block runs. If the lease cannot be renewed for too long, or another folder is at the run folder's
+        path, and `check` has not ended the ranks by then, end this process and with it all ranks."""
         done = threading.Event()
-        threads = [threading.Thread(target=loop, args=(done,), daemon=True) for loop in (self._keep_renewing, self._watch)]
+        loops = (self._keep_renewing, self._watch) if self._claim.lease else (self._watch_folder,)
+        threads = [threading.Thread(target=loop, args=(done,), daemon=True) for loop in loops]
         for thread in threads:
             thread.start()
         try:
             yield
         finally:
             done.set()
-            threads[1].join()  # the other may wait for a store that is away
+            threads[-1].join()  # the other may wait for a store that is away
 
     def check(self) -> None:
-        """Raise TakenError if another process owns the folder now, or LeaseError if the lease could not be renewed for too long.
-        After either error, the caller must stop all ranks."""
+        """Raise TakenError if another process owns the folder now, or another folder is at its path, or LeaseError if the lease could
+        not be renewed for too long. After either error, the caller must stop all ranks."""
+        self._compare_folder()
         if self._taken:
             raise TakenError(self._taken)
         silence = time.monotonic() - self._renewed
@@ -153,6 +153,8 @@ class Owner:
     def regain(self, *, seconds: float) -> None:
         """Wait until the lease can be renewed; no rank may run during the wait. Raises TakenError if another process owns the
         folder after the wait, and LeaseError after `seconds` of waiting."""
+        if self._taken:
+            raise TakenError(self._taken)
         until, self._idle = time.monotonic() + seconds, True
         while time.monotonic() < until:
             began = time.monotonic()
@@ -166,9 +168,27 @@ class Owner:
 
     def leave(self) -> None:
         """Record that this owner and its ranks have ended. Nothing is recorded if storage is unavailable; the next owner must
-        then wait for a whole lease."""
+        then wait for a whole lease. Nothing is recorded in another owner's folder either."""
         with contextlib.suppress(OSError):
-            self._claims.leave(self._claim)
+            if not self._place.away():
+                self._claims.leave(self._claim)
+
+    def _compare_folder(self) -> None:
+        """Note whether another folder is at the run folder's path. The lock is on this owner's folder, so it keeps nobody out of that
+        one. A lease needs no look: its owner finds the claim of another."""
+        if not self._claim.lease and self._place.away() == disk.REPLACED:
+            self._taken = (
+                f"{self.run_dir} is another folder now: this run's own folder was moved or removed while the run went on, and another "
+                "one was made in its place. This run stops, because it would write among the files there. Move its own folder back, if "
+                "it exists, and start the same command again"
+            )
+
+    def _watch_folder(self, done: threading.Event) -> None:
+        while not done.wait(LEASE_SECONDS / RENEWALS):
+            self._compare_folder()
+            if self._taken and not done.wait((END - STOP) * LEASE_SECONDS):
+                print(f"{self._taken}: this process ends", file=sys.stderr, flush=True)
+                os._exit(ExitCode.LOST)
 
     def _renew(self) -> None:
         newest = self._claims.newest()

@@ -190,6 +190,39 @@ def test_whoever_removes_the_lock_and_all_claims_lets_nobody_in(tmp_path: Path) 
         assert own.epoch == 0
 
 
+def test_an_owner_whose_folder_another_one_has_replaced_stops_and_touches_nothing_there(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with hold(run) as own:
+        run.rename(tmp_path / "aside")
+        own.check()  # away, perhaps for a while
+        (tmp_path / "aside").rename(run)
+        own.check()
+        shutil.rmtree(run)
+        with another_process(run):
+            before = content(run)
+            with pytest.raises(TakenError, match=rf"^{run} is another folder now: this run's own folder was moved or removed"):
+                own.checked(lambda: pytest.fail("went on"))()
+            with pytest.raises(TakenError):
+                own.regain(seconds=PATIENCE)
+            own.leave()
+            assert content(run) == before
+
+
+def test_a_process_whose_folder_another_one_has_replaced_ends_if_nobody_stops_its_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, "LEASE_SECONDS", 0.5)
+    run = tmp_path / "run"
+
+    def act() -> None:
+        with hold(run) as own, own.renewing():
+            run.rename(tmp_path / "aside")
+            run.mkdir()
+            time.sleep(60.0)  # not PATIENCE: the process would outlive a failed test
+
+    assert _end_of(_forked(act)) == ExitCode.LOST
+
+
 @pytest.mark.parametrize("damage", ["", "{", "[]", "{}"])
 def test_a_claim_that_was_damaged_keeps_nobody_out_whose_lock_says_that_the_owner_is_dead(damage: str, tmp_path: Path) -> None:
     _die(tmp_path)

@@ -50,6 +50,14 @@ def test_a_start_clears_what_runs_left_whose_folders_are_gone(shared: Path, tmp_
     assert not used.exists()
 
 
+def test_copies_of_a_run_that_goes_on_are_kept_by_the_next_run_of_its_folder(shared: Path, tmp_path: Path) -> None:
+    nodes, memory = _nodes(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    clear_memory(tmp_path / "run", keep=memory_root(tmp_path / "run", "identity"))
+    assert memory.is_dir(), "a process holds them"
+    nodes.close(forget=False)
+
+
 def test_a_folder_that_was_made_anew_is_another_run(shared: Path, tmp_path: Path) -> None:
     nodes, memory = _nodes(tmp_path / "run")
     nodes.close(forget=False)

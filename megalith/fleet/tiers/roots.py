@@ -9,6 +9,7 @@ import secrets
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -112,8 +113,17 @@ def clear_disk(run_dir: Path, fleet: FleetSpec, *, keep: Path | None = None) -> 
 
 def _clear(place: Path, run_dir: Path, *, keep: Path | None) -> None:
     for old in place.glob(f"{_family(run_dir)}-*"):
-        if old != keep and private.is_usable(old):
+        if old != keep and private.is_usable(old) and not _is_used(old):
             shutil.rmtree(old, ignore_errors=True)
+
+
+def _is_used(memory: Path) -> bool:
+    """True if a process has locked a folder of copies: a run may go on whose run folder was moved or removed."""
+    try:
+        with claimed(memory) as free:
+            return free is None
+    except OSError:  # nobody has claimed it
+        return False
 
 
 def clear_abandoned(place: Path) -> None:
@@ -136,6 +146,28 @@ def claim(memory: Path, owner: str) -> IO[str]:
     return file
 
 
+@contextlib.contextmanager
+def opened(memory: Path) -> Iterator[IO[str]]:
+    """Open the file `owner` in a folder of copies. Raises OSError."""
+    with private.opened(memory) as folder:
+        descriptor = private.open_file(folder, memory / OWNER, os.O_RDONLY)
+    with os.fdopen(descriptor, encoding="utf-8") as file:
+        yield file
+
+
+@contextlib.contextmanager
+def claimed(memory: Path) -> Iterator[IO[str] | None]:
+    """Lock a folder of copies while the block runs; yield its file `owner`, or None if a process of its run holds the lock. Raises
+    OSError if it is not a folder of copies."""
+    with opened(memory) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield None
+        else:
+            yield file
+
+
 def owner_text(run_dir: Path) -> str:
     """Return the text for the file `owner` in this run's folders of copies."""
     return json.dumps({"run": str(run_dir.resolve()), "name": _name(run_dir)})
@@ -143,12 +175,11 @@ def owner_text(run_dir: Path) -> str:
 
 def _is_abandoned(memory: Path) -> bool:
     try:
-        with private.opened(memory) as folder:
-            descriptor = private.open_file(folder, memory / OWNER, os.O_RDONLY)
-        with os.fdopen(descriptor, encoding="utf-8") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with claimed(memory) as file:
+            if file is None:
+                return False
             owner = json.load(file)
         name = Path(owner["run"]) / "ranks" / "name"
         return not name.exists() or name.read_text() != owner["name"]
-    except (OSError, ValueError):  # in use, just being made, or another user's
+    except (OSError, ValueError):  # just being made, or another user's
         return False
