@@ -333,7 +333,7 @@ def away_text(path: Path, why: str) -> str:
 def none_intact_text(path: Path, problems: list[str]) -> str:
     """Return the message that all checkpoints are damaged."""
     lines = "\n  ".join(problems)
-    return f"no checkpoint in {path} is intact:\n  {lines}\nRestore one from a copy, or move the folder away to start over."
+    return f"no checkpoint in {path} is intact:\n  {lines}\nRestore one from a copy, or start over in another run folder."
 
 
 @contextlib.contextmanager

@@ -241,6 +241,21 @@ def test_a_run_that_never_saved_may_be_started_over_differently(run: Path, jobs:
     assert len(jobs) == 2
 
 
+def test_a_run_whose_checkpoints_are_all_gone_is_not_started_over(run: Path, jobs: list[supervisor.Job]):
+    """They may be on a file system of their own, which is not mounted."""
+    train(run)
+    log = events.EventLog(Path("runs/first"))
+    for step in (10, 20):
+        log.write(events.Checkpoint(step=step, path="", bytes=1, seconds=0.1, wait_seconds=0.0))
+    log.close()
+    Path("runs/first/checkpoints").mkdir()
+    with pytest.raises(SpecErrors, match=r"^runs/first/checkpoints: holds no checkpoint, but .* step 20 was saved .*--run-dir"):
+        train(run)
+    assert len(jobs) == 1
+    train(run, run_dir=Path("runs/second"))
+    assert len(jobs) == 2
+
+
 def test_a_second_command_in_a_running_folder_is_refused_and_changes_not_one_byte(run: Path, jobs: list[supervisor.Job]):
     train(run)
     with another_process(Path("runs/first")) as process:

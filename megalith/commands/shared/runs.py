@@ -177,10 +177,10 @@ def print_advice(checked: CheckResult) -> None:
 
 def differences(resolved: ResolvedRun, folder: Path) -> list[Problem]:
     """Return the reasons why this run cannot resume the run in `folder`, or continue from the folder's checkpoint, which another run may
-    have saved. If the folder has no checkpoint, any run may start in it."""
+    have saved. If the folder has no checkpoint, and never had one, any run may start in it."""
     checkpoints = committed(of_run(folder))
     if not checkpoints:
-        return []
+        return _checkpoints_gone(folder)
     if (folder / files.FILE).is_file():
         saved = files.read(folder / files.FILE, saved=True).resolved.spec  # its cluster's file need not be there any more
         if found := check_resume(saved, resolved.spec, samples=_consumed(checkpoints), provenance=resolved.provenance):
@@ -191,6 +191,22 @@ def differences(resolved: ResolvedRun, folder: Path) -> list[Problem]:
             if found := check_checkpoint(name, read_manifest(path).meta, resolved.spec, provenance=resolved.provenance):
                 return found
     return []
+
+
+def _checkpoints_gone(folder: Path) -> list[Problem]:
+    """Return the reason not to start over in a folder without checkpoints whose log names some: they may be on a file system of their
+    own."""
+    from megalith import events
+
+    saved = events.of_kind(events.read(folder), events.Checkpoint)
+    if not saved:
+        return []
+    where = of_run(folder)
+    reason = (
+        f"holds no checkpoint, but the log of this run says that step {saved[-1].step} was saved there. The run would start over"
+    )
+    way_out = f"Mount the file system of {where.name} or put the folder back, or start over in another run folder with --run-dir."
+    return [Problem("error", str(where), None, reason, way_out)]
 
 
 def _consumed(checkpoints: Sequence[Path]) -> int | None:

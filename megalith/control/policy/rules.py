@@ -34,7 +34,7 @@ def _sparing_checkpoints(decision: Decision, copies: tuple[Copy, ...], observati
         f"{decision.reason}: none of the run's checkpoints (step {', '.join(map(str, steps))}) can be restored. Starting over "
         "would eventually delete these checkpoints. Replace a checkpoint by an intact copy of it, and start the same command again, "
         "which tries all "
-        "checkpoints; or move the folder of checkpoints away to start over."
+        "checkpoints; or start over in another run folder (--run-dir)."
     )
     code = ExitCode.LOST if isinstance(observation, observations.CopyAway) else ExitCode.FAILED
     commands = [command for command in decision.commands if command not in starts]
