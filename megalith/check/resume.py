@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import zip_longest
 from math import gcd
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -74,6 +75,7 @@ def check_resume(
     samples consumed. Phases that begin at sample number `samples` or later may change; if None, no phase may change. `checkpoint`: the
     checkpoint that describes the saved run, if the run folder's own run file does not describe it. `may`: further keys that may differ."""
     before, now = flat(saved), flat(asked)
+    same = ["train.init_from"] * is_same_start(saved.train.init_from, asked.train.init_from)
     reason = "the run in this folder has {}; another value would make another run"
     way_out = "Restore the value, or start another run with --run-dir."
     another = (
@@ -93,7 +95,7 @@ def check_resume(
     found = [
         error(name, now.get(name), reason.format(literal(before.get(name))), another if name == "optimizer.kind" else way_out)
         for name in differing(now, before)
-        if not {name, name.partition(".")[0]} & {*MAY_CHANGE, *may, RAMP, DATA}
+        if not {name, name.partition(".")[0]} & {*MAY_CHANGE, *may, *same, RAMP, DATA}
     ]
     if not found:
         found += _altered_phases(saved, asked, samples, way_out)
@@ -103,6 +105,14 @@ def check_resume(
         found += _another_number(saved, asked, way_out)
         found += _undivided_shares(saved, asked, samples)
     return [replace(problem, source=(provenance or {}).get(problem.key, "")) for problem in found]
+
+
+def is_same_start(saved: str | None, asked: str | None) -> bool:
+    """True if the checkpoint `saved`, from whose weights a run began, is `asked` or in it: a run records the one checkpoint that it took
+    from a folder."""
+    if saved is None or asked is None:
+        return saved == asked
+    return Path(saved).resolve().is_relative_to(Path(asked).resolve())
 
 
 def _another_number(saved: RunSpec, asked: RunSpec, way_out: str) -> Found:

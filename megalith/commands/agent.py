@@ -39,7 +39,7 @@ def agent(request: RunRequest, *, console: Console, machine: str | None = None) 
     """
     from megalith.check import node_ranks
     from megalith.check.sites import launched_alone
-    from megalith.commands.shared import runs
+    from megalith.commands.shared import first_weights, runs
     from megalith.control.owner import hold
     from megalith.fleet import environment
     from megalith.machine.origin import origin
@@ -53,10 +53,14 @@ def agent(request: RunRequest, *, console: Console, machine: str | None = None) 
     folder = request.folder(spec)
     runs.refuse([*checked.errors, *launched_alone(spec)], checked.resolved, folder)
     runs.print_advice(checked)
-    job = runs.job(spec, folder.resolve(), runs.TRAIN, {"run_dir": str(folder.resolve())})
     directs = agents.directs(place)
+    resolved = first_weights.pinned(checked.resolved, folder) if directs else checked.resolved
+    spec = resolved.spec
+    job = runs.job(spec, folder.resolve(), runs.TRAIN, {"run_dir": str(folder.resolve())})
     job = job if directs else runs.directed_elsewhere(job)
-    host = agents.Host(job, spec.fleet, agents.own_name(machine), runs.identity(spec), lambda: agents.open_data(spec))
+    host = agents.Host(
+        job, spec.fleet, agents.own_name(machine), runs.identity(checked.resolved.spec), lambda: agents.open_data(spec)
+    )
     if not directs:
         runs.refuse(runs.differences(checked.resolved, folder))
         return TrainResult(folder, agents.serve_node(host, place), "", None)
@@ -64,7 +68,7 @@ def agent(request: RunRequest, *, console: Console, machine: str | None = None) 
     with hold(folder, wide=True) as owner:
         runs.refuse(runs.differences(checked.resolved, folder))
         runs.admit(spec, folder)
-        files.save(checked.resolved, folder, origin())
+        files.save(resolved, folder, origin())
         with followed(folder, spec, console, errors=False) as (live_line, tick):
             store = runs.store_of(owner)
             outcome = agents.direct(host, place, owner=owner, checkpoints=store, tick=tick, notify=live_line.print_line)

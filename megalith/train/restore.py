@@ -1,21 +1,25 @@
 """Loads the state with which a run starts: initial weights, its newest checkpoint, copies in the nodes' memory, or another run's
 weights."""
 
+import contextlib
+import errno
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
+from megalith import sealed
 from megalith.check.resume import check_branch, check_checkpoint
 from megalith.checkpoint.checkpointer import Checkpointer
-from megalith.checkpoint.folder import AwayError, DamagedCheckpointError
+from megalith.checkpoint.folder import MANIFEST, AwayError, DamagedCheckpointError, committed
 from megalith.checkpoint.load import LoadResult, load
 from megalith.checkpoint.memory import CopyError, Memory
 from megalith.data.stream import Batch as Samples
@@ -131,10 +135,11 @@ def restore(
     source: Source | None = None,
     memory: Memory | None = None,
     sites: Sites | None = None,
+    first: Mapping[str, str] = MappingProxyType({}),
 ) -> Position:
     """Load the state from `source` (None: the newest intact checkpoint of the run). Without such a state, load the checkpoint
     from which the run branches, or the weights of `train.init_from`, or keep the initial weights. Invalidate copies of later steps in
-    memory. Sites agree on a common checkpoint that is not newer than `source`.
+    memory. Sites agree on a common checkpoint that is not newer than `source`. `first`: the digest of the manifest of `train.init_from`.
 
     Raises OtherRunError if the checkpoint belongs to another run, a data error if the run's data or tokenizer have changed since, and
     Reported if a piece of `source` is damaged (reported as CopyCorrupt) or temporarily unreadable (CopyAway).
@@ -163,15 +168,7 @@ def restore(
     if position is None:
         assert source is None or source.tier is None or sites is not None, f"{source} needs copies in memory, but there are none"
         if trainer.spec.train.init_from:
-            loaded = load(
-                Path(trainer.spec.train.init_from),
-                {key: each for key, each in trainer.state.laid("weights").items() if not key.endswith(HISTORY)},
-                group=group,
-                partial=True,
-                cast=True,
-                rows={f"weights.{name}" for name in other_rows(trainer.spec.train.init_from_changes)},
-                warn=warn,
-            )
+            loaded = _first_weights(trainer, Path(trainer.spec.train.init_from), first, group=group, warn=warn)
             if rank_info.rank == 0 and (text := _left_behind(loaded, trainer.spec.optimizer.kind)):
                 warn(text)
         position = _from_branch(trainer, stream, group, warn) if trainer.run.branch else Position()
@@ -229,6 +226,42 @@ def _accept(spec: RunSpec, path: Path, meta: Mapping[str, Any]) -> None:
         raise OtherRunError("\n".join(map(str, problems)))
 
 
+def _first_weights(
+    trainer: Trainer, start: Path, first: Mapping[str, str], *, group: dist.ProcessGroup | None, warn: Callable[[str], None]
+) -> LoadResult:
+    """Load the weights of the checkpoint `start`. Raises AlteredError if the checkpoint is not the one with which the run began, and as
+    `_beginning` does."""
+
+    def accept(path: Path, meta: Mapping[str, Any]) -> None:
+        sealed.read(path / MANIFEST, first)
+
+    with _beginning("train.init_from", start):
+        return load(
+            start,
+            {key: each for key, each in trainer.state.laid("weights").items() if not key.endswith(HISTORY)},
+            group=group,
+            partial=True,
+            cast=True,
+            rows={f"weights.{name}" for name in other_rows(trainer.spec.train.init_from_changes)},
+            accept=accept,
+            warn=warn,
+        )
+
+
+@contextlib.contextmanager
+def _beginning(key: str, start: Path) -> Iterator[None]:
+    """Read the checkpoint with which a run begins. Raises OtherRunError if it was removed, and OSError with its path if it is away."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        if committed(start.parent):  # its run keeps the last few only
+            reason = f"{key} = {start}: this checkpoint was removed, and the run has not saved one of its own yet"
+            raise OtherRunError(f"{reason}. Start the same command again, or name another checkpoint") from error
+        raise FileNotFoundError(errno.ENOENT, str(error), str(start)) from error
+    except AwayError as error:
+        raise OSError(errno.EIO, str(error), str(start)) from error
+
+
 def _left_behind(loaded: LoadResult, kind: str) -> str:
     """Describe the optimizer state of another run that is not loaded with its weights; empty if the checkpoint holds no such state."""
     slots = dict.fromkeys(slot.name for row in OPTIMIZERS.values() for slot in row.slots)
@@ -265,7 +298,9 @@ def _from_branch(trainer: Trainer, stream: Stream, group: dist.ProcessGroup | No
         if problems := check_branch(meta, trainer.run):
             raise OtherRunError("\n".join(map(str, problems)))
 
-    loaded = receive(trainer, lambda wanted: load(Path(branch.checkpoint), wanted, group=group, accept=accept, warn=warn), warn)
+    start = Path(branch.checkpoint)
+    with _beginning("branch.checkpoint", start):
+        loaded = receive(trainer, lambda wanted: load(start, wanted, group=group, accept=accept, warn=warn), warn)
     assert loaded is not None
     position = position_in(loaded.meta)
     stream.check_same(loaded.meta["data"], samples=position.samples)

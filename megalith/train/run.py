@@ -73,13 +73,14 @@ def main(
     source: dict[str, Any] | None = None,
     *,
     sealed: Mapping[str, str] = MappingProxyType({}),
+    first: Mapping[str, str] = MappingProxyType({}),
     shrunk: bool = False,
 ) -> None:
     """Train the run described by `run_dir/spec.json` from its newest checkpoint, until its last step or a signal. `profile` "A:B":
     torch.profiler traces steps A to B - 1, as the event log numbers them, into `run_dir/profile/`. Exits with status STOPPED after a
     signal, once the state is saved. `source`: the state from which to continue, a `fleet.tiers.Source` as a dictionary; None: the newest
-    intact checkpoint. `sealed`: files that must not have changed since the command began (`megalith.sealed`). `shrunk`: the run uses the
-    fleet's fallback plan.
+    intact checkpoint. `sealed`: files that must not have changed since the command began (`megalith.sealed`). `first`: the same for
+    the manifest of `train.init_from`, which only a run without checkpoints reads. `shrunk`: the run uses the fleet's fallback plan.
     """
     folder = Path(run_dir)
     stop = _Stop()
@@ -116,6 +117,7 @@ def main(
             heartbeat=heartbeat,
             epoch=epoch,
             sealed=sealed,
+            first=first,
             parts=parts,
             stop=stop,
         )
@@ -130,7 +132,8 @@ def main(
     except StopAsked:  # before the other sites were met, so there is nothing to save
         sys.exit(ExitCode.STOPPED)
     except Exception as error:
-        unreachable = _unreachable(error, [folder, Path(spec.data.path), *map(Path, spec.data.copies)])
+        begins = [Path(path) for path in (spec.train.init_from, spec.branch and spec.branch.checkpoint) if path]
+        unreachable = _unreachable(error, [folder, Path(spec.data.path), *map(Path, spec.data.copies), *begins])
         _last_words(unreachable or error, folder, log, rank=place.rank, epoch=epoch)
         if unreachable:
             raise unreachable from error
@@ -250,6 +253,7 @@ def prepare(
     heartbeat: Heartbeat,
     epoch: int = 0,
     sealed: Mapping[str, str] = MappingProxyType({}),
+    first: Mapping[str, str] = MappingProxyType({}),
     parts: Mapping[str, str] = MappingProxyType({}),
     stop: object = False,
 ) -> Loop:
@@ -283,8 +287,9 @@ def prepare(
     memory = copies_of(trainer, group=savers, warn=warn) if guarded and sites is None else None
     heartbeat.beat("restoring")
     hooks.at("restoring")
-    with refusing(OtherRunError, DataError, UnequalSitesError):
-        position = restore(trainer, checkpointer, stream, group=savers, warn=warn, source=source, memory=memory, sites=sites)
+    how: dict[str, Any] = {"group": savers, "warn": warn, "source": source, "memory": memory, "sites": sites, "first": first}
+    with refusing(OtherRunError, DataError, UnequalSitesError, seals.AlteredError):
+        position = restore(trainer, checkpointer, stream, **how)
     with refusing(own.OwnPartError, DataError):
         compare_ranks(parts, stream, index=position.samples, group=world)
     guard = None

@@ -8,7 +8,9 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
+from megalith import sealed
 from megalith.checkpoint.checkpointer import Checkpointer
+from megalith.checkpoint.folder import MANIFEST
 from megalith.data.errors import DataError
 from megalith.fleet.observations import CopyAway, Observation
 from megalith.fleet.report import Reported
@@ -131,6 +133,37 @@ def _init_from_nothing(rank: int, data: str, folder: Path) -> None:
 
 def test_init_from_a_folder_without_a_checkpoint_is_an_error(data, tmp_path):
     run_ranks(_init_from_nothing, 1, data, tmp_path)
+
+
+def _init_from_another_later(rank: int, data: str, folder: Path) -> None:
+    """The checkpoint of the first weights is replaced, away, and removed."""
+    first, checkpointer, _, _ = start(run_of(data), folder / "first")
+    save(first, checkpointer, Position(1, 8))
+    path = folder / "first" / "checkpoints" / "step-00000001"
+    seals = sealed.seal([path / MANIFEST])
+    spec = run_of(data, train={"init_from": str(path), "seed": 9})
+
+    def begin() -> Position:
+        trainer, own = trainer_of(spec), Checkpointer(folder / "second")
+        return restore(trainer, own, open_stream(spec, "train"), group=None, warn=lambda text: None, first=seals)
+
+    assert begin() == Position(0, 0)
+    save(first, checkpointer, Position(1, 9))
+    with pytest.raises(sealed.AlteredError, match=MANIFEST):
+        begin()
+    (folder / "first").rename(folder / "away")
+    with pytest.raises(FileNotFoundError) as gone:
+        begin()
+    assert gone.value.filename == str(path), "so that it is waited for"
+    (folder / "away").rename(folder / "first")
+    path.rename(path.with_name("step-00000002"))
+    with pytest.raises(OtherRunError, match=rf"train.init_from = {path}: this checkpoint was removed"):
+        begin()
+
+
+@pytest.mark.slow
+def test_first_weights_are_those_with_which_the_run_began_or_none(data, tmp_path):
+    run_ranks(_init_from_another_later, 1, data, tmp_path)
 
 
 def _more_rows(rank: int, data: str, folder: Path, plan: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -256,7 +256,7 @@ def _ends_with(error: Exception) -> int:
 
     place = Place(1, 2, 0, 1, "variables", "tcp://h:1", None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "_await", lambda resolved, folder, timeout: None)
+        patch.setattr(runs, "_await", lambda resolved, folder, timeout: resolved)
         patch.setattr(runs.importlib, "import_module", lambda name: SimpleNamespace(main=entry))
         resolved = SimpleNamespace(spec=SimpleNamespace(launch=SimpleNamespace(start_timeout=1.0)))
         return runs.join(cast(Any, resolved), Path(), place, "a:main", {})

@@ -18,6 +18,7 @@ from megalith.check import check as find_problems
 from megalith.check.own import admit as admit_parts
 from megalith.check.resume import check_checkpoint
 from megalith.checkpoint.folder import DamagedCheckpointError, committed, damaged_text, latest, of_run, read_manifest, unreadable
+from megalith.commands.shared import first_weights
 from megalith.commands.shared.arguments import RunRequest
 from megalith.control import stop_response
 from megalith.data import manifest
@@ -239,7 +240,9 @@ def start(
     from megalith.control import controller, supervisor  # numpy, which a run that is refused does not need
     from megalith.control.owner import LeaseError
 
-    spec, folder = resolved.spec, owner.run_dir
+    folder = owner.run_dir
+    resolved = first_weights.pinned(resolved, folder) if entry == TRAIN else resolved
+    spec = resolved.spec
     files.save(resolved, folder, origin())
     described, store = job(spec, folder, entry, arguments), store_of(owner)
     if not (recover and spec.fleet.recover):
@@ -285,13 +288,14 @@ def join(
     `owner`: rank 0 as the owner of the run folder; None on other ranks.
     """
     if owner is not None:
+        resolved = first_weights.pinned(resolved, folder) if entry == TRAIN else resolved
         files.save(resolved, folder, origin())
         os.environ[epochs.VARIABLE] = str(owner.epoch)
     else:
-        _await(resolved, folder, timeout=resolved.spec.launch.start_timeout)
+        resolved = _await(resolved, folder, timeout=resolved.spec.launch.start_timeout)
     module, _, function = entry.partition(":")
     if entry == TRAIN:
-        arguments = arguments | {"sealed": sealed_files(resolved.spec, folder)}
+        arguments = arguments | {"sealed": sealed_files(resolved.spec, folder)} | _first(resolved.spec)
     try:
         getattr(importlib.import_module(module), function)(**arguments)
     except SystemExit as end:  # a rank that was asked to stop ends so, once the state is saved
@@ -314,10 +318,14 @@ def _say_in_a_line(error: Exception, place: "Place") -> None:
         print(f"rank {place.rank} ends: {type(error).__name__}: {first}", file=sys.stderr, flush=True)
 
 
-def _await(resolved: ResolvedRun, folder: Path, *, timeout: float) -> None:
-    """Wait until rank 0 has written this run's file to the folder, which may still hold an older run's file. Raises TimeoutError."""
-    text, path, end = files.dump(resolved), folder / files.FILE, time.monotonic() + timeout
-    while not (path.is_file() and path.read_text(encoding="utf-8") == text):
+def _await(resolved: ResolvedRun, folder: Path, *, timeout: float) -> ResolvedRun:
+    """Wait until rank 0 has written this run's file to the folder, which may still hold an older run's file, and return the run with the
+    first weights that rank 0 chose. Raises TimeoutError."""
+    path, end = folder / files.FILE, time.monotonic() + timeout
+    while True:
+        found = first_weights.as_recorded(resolved, folder)
+        if path.is_file() and path.read_text(encoding="utf-8") == files.dump(found):
+            return found
         if time.monotonic() > end:
             raise TimeoutError(
                 f"rank 0 has not written this run's file to {path} within launch.start_timeout = {timeout:g} s. "
@@ -329,6 +337,7 @@ def _await(resolved: ResolvedRun, folder: Path, *, timeout: float) -> None:
 def job(spec: RunSpec, folder: Path, entry: str, arguments: dict[str, Any]) -> Job:
     """Return the job for all ranks of a run. The job's `fallback` is the job for the smaller plan `fleet.fallback`, if the run has one."""
     fallback, kept = None, sealed_files(spec, folder) if entry == TRAIN else {}
+    arguments = arguments | (_first(spec) if entry == TRAIN else {})
     if spec.fleet.fallback is not None and entry == TRAIN:
         smaller = spec.model_copy(update={"plan": spec.fleet.fallback, "fleet": spec.fleet.model_copy(update={"fallback": None})})
         fallback = replace(job(smaller, folder, entry, arguments | {"shrunk": True}), sealed=kept)
@@ -347,6 +356,11 @@ def job(spec: RunSpec, folder: Path, entry: str, arguments: dict[str, Any]) -> J
         burn_in_timeout=spec.launch.start_timeout + spec.fleet.burn_in,
         keyed=spec.sites is not None,
     )
+
+
+def _first(spec: RunSpec) -> dict[str, Any]:
+    """Return the argument of `train.run.main` that names the digest of the first weights; empty if there are none."""
+    return {"first": found} if (found := first_weights.seals(spec)) else {}
 
 
 def sealed_files(spec: RunSpec, folder: Path) -> dict[str, str]:
