@@ -56,6 +56,11 @@ REPLACED = "the folder that was here was moved or removed, and another folder is
 """Why `Place.away` refuses a folder that another one has replaced."""
 
 
+def mount_of(path: Path) -> Path | None:
+    """Return the mount point of the file system that holds an absolute path; None if none is found."""
+    return next((above for above in (path, *path.parents) if os.path.ismount(above)), None)
+
+
 class Place:
     """A folder that may become unavailable ("away"). A folder is away if it existed before and does not exist now, or if its file
     system is no longer mounted, because files must not be written to the empty mount point. It is away, too, while another folder is at
@@ -65,7 +70,7 @@ class Place:
         self.folder = folder.resolve()
         self._seen = existed
         self._inode: int | None = None  # of the folder, since it was first seen
-        self._mount = next((above for above in (self.folder, *self.folder.parents) if os.path.ismount(above)), None)
+        self._mount = mount_of(self.folder)
         self.away()
 
     def away(self) -> str:

@@ -103,9 +103,10 @@ def _checkpoint(one: "Leftover") -> str:
     if one.state == "abandoned":
         return " (this run folder is gone, or holds another run)"
     try:
+        one.run.stat()
         newest = latest(epochs.newest(one.run, FOLDER))
         return (
             ", whose newest checkpoint is of step " + f"{read_manifest(newest).step:,}" if newest else ", which has no checkpoint"
         )
     except (OSError, ValueError):
-        return ", whose checkpoints cannot be read"
+        return ", whose folder cannot be read now"

@@ -4,7 +4,7 @@ disks."""
 import contextlib
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,7 +20,8 @@ State = Literal["in use", "ended", "abandoned"]
 @dataclass(frozen=True)
 class Leftover:
     """One folder of copies. `run`: the run folder to which the copies belong. `state`: "in use" while a process of the run
-    exists; "abandoned" if no command can resume from the copies, because the run folder is gone or has another run. `step`: the
+    exists; "abandoned" if no command can resume from the copies, because the run folder is gone or has another run. A run
+    folder whose file system is not mounted is not gone. `step`: the
     newest step of which the folder has any copy; None: not known."""
 
     path: Path
@@ -61,20 +62,19 @@ def _look(path: Path, where: Literal["memory", "disk"]) -> Leftover | None:
     try:
         with roots.opened(path) as file:
             owner = json.load(file)
-        run, name = Path(owner["run"]), owner["name"]
+        run = Path(owner["run"])
         with roots.claimed(path) as free:
-            state: State = "in use" if free is None else "ended" if _belongs(run, name) else "abandoned"
+            state: State = "in use" if free is None else "abandoned" if _is_gone(owner) else "ended"
         size = sum(file.stat().st_blocks * 512 for file in path.rglob("*") if file.is_file())
         return Leftover(path, where, size, run, state, _newest(path, run))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _belongs(run: Path, name: str) -> bool:
-    try:
-        return (run / "ranks" / "name").read_text(encoding="utf-8") == name
-    except OSError:
-        return False
+def _is_gone(owner: Mapping[str, str]) -> bool:
+    with contextlib.suppress(OSError):  # a folder that cannot be read is away
+        return roots.is_gone(owner)
+    return False
 
 
 def _newest(path: Path, run: Path) -> int | None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megalith.control import leftovers
 from megalith.fleet.commands import QuarantineCopy
 from megalith.fleet.heartbeat import VARIABLE, Heartbeat
 from megalith.fleet.job import Job
@@ -56,6 +57,24 @@ def test_copies_of_a_run_that_goes_on_are_kept_by_the_next_run_of_its_folder(sha
     clear_memory(tmp_path / "run", keep=memory_root(tmp_path / "run", "identity"))
     assert memory.is_dir(), "a process holds them"
     nodes.close(forget=False)
+
+
+def test_copies_of_a_run_whose_file_system_is_away_are_kept(
+    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounted = {str(tmp_path / "store"), "/"}
+    monkeypatch.setattr(os.path, "ismount", lambda path: str(path) in mounted)
+    nodes, memory = _nodes(tmp_path / "store" / "run")
+    nodes.close(forget=False)
+    (tmp_path / "store").rename(tmp_path / "away")
+    mounted.remove(str(tmp_path / "store"))
+    clear_memory(tmp_path / "new")
+    assert memory.is_dir()
+    assert [one.state for one in leftovers.find(run_dir=tmp_path / "store" / "run")] == ["ended"]
+    mounted.add(str(tmp_path / "store"))
+    assert [one.state for one in leftovers.find(run_dir=tmp_path / "store" / "run")] == ["abandoned"]
+    clear_memory(tmp_path / "new")
+    assert not memory.exists(), "its file system is there, but not its folder"
 
 
 def test_a_folder_that_was_made_anew_is_another_run(shared: Path, tmp_path: Path) -> None:

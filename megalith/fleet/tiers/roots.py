@@ -9,10 +9,11 @@ import secrets
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
+from megalith import disk
 from megalith.fleet.secure import private
 from megalith.fleet.secure.private import NotPrivate
 from megalith.spec.fleet import FleetSpec
@@ -170,7 +171,18 @@ def claimed(memory: Path) -> Iterator[IO[str] | None]:
 
 def owner_text(run_dir: Path) -> str:
     """Return the text for the file `owner` in this run's folders of copies."""
-    return json.dumps({"run": str(run_dir.resolve()), "name": _name(run_dir)})
+    run = run_dir.resolve()
+    return json.dumps({"run": str(run), "name": _name(run_dir), "mount": str(disk.mount_of(run) or "")})
+
+
+def is_gone(owner: Mapping[str, str]) -> bool:
+    """True if the run folder that `owner`, the content of such a file, names is gone or holds another run. A folder whose file system
+    is not mounted is only away. Raises OSError if the folder cannot be read."""
+    try:
+        return (Path(owner["run"]) / "ranks" / "name").read_text(encoding="utf-8") != owner["name"]
+    except (FileNotFoundError, NotADirectoryError):
+        mount = owner.get("mount")  # earlier versions recorded none
+        return not mount or os.path.ismount(mount)
 
 
 def _is_abandoned(memory: Path) -> bool:
@@ -179,7 +191,6 @@ def _is_abandoned(memory: Path) -> bool:
             if file is None:
                 return False
             owner = json.load(file)
-        name = Path(owner["run"]) / "ranks" / "name"
-        return not name.exists() or name.read_text() != owner["name"]
-    except (OSError, ValueError):  # just being made, or another user's
+        return is_gone(owner)
+    except (OSError, ValueError, KeyError):  # just being made, away, or another user's
         return False
