@@ -7,6 +7,7 @@ import io
 import json
 import os
 import secrets
+import stat
 import sys
 import time
 from collections import deque
@@ -42,6 +43,34 @@ def is_unavailable(error: BaseException) -> bool:
 def is_away(error: BaseException) -> bool:
     """True if an error on a path that was used before may mean that the path is only temporarily unavailable."""
     return isinstance(error, OSError) and error.errno in AWAY
+
+
+def look(path: Path) -> os.stat_result | None:
+    """Return the status of a path; None if nothing is there. Raises OSError if this cannot be told now: from Python 3.14 on,
+    `Path.exists` and `Path.is_dir` then return False, and a run would take its store for empty."""
+    try:
+        return path.stat()
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return None
+        raise
+
+
+def is_there(path: Path) -> bool:
+    """True if something is at a path. Raises OSError if this cannot be told now."""
+    return look(path) is not None
+
+
+def is_folder(path: Path) -> bool:
+    """True if a path is a folder. Raises OSError if this cannot be told now."""
+    found = look(path)
+    return found is not None and stat.S_ISDIR(found.st_mode)
+
+
+def is_file(path: Path) -> bool:
+    """True if a path is a regular file. Raises OSError if this cannot be told now."""
+    found = look(path)
+    return found is not None and stat.S_ISREG(found.st_mode)
 
 
 def leads_to(path: Path, inode: int) -> bool:
@@ -264,7 +293,7 @@ class Journal:
 def lines(path: Path) -> Iterator[str]:
     """Yield the lines of a text file with their line breaks; an incomplete last line has none. If the file does not exist, there
     are no lines."""
-    if not path.exists():
+    if not is_there(path):
         return
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         yield from file

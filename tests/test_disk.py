@@ -4,11 +4,14 @@ import errno
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
 from megalith import disk
+from megalith.checkpoint.folder import committed, locate
 from megalith.control.node_ledger import NodeRecord, note, read_nodes
+from megalith.data.manifest import read_manifest
 from megalith.events import FILE, EventLog, Problem, RunStarted, Step, of_kind, read
 from tests.report.run_folder import start, step
 
@@ -35,6 +38,42 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 def _messages(folder: Path) -> list[str]:
     return [problem.message for problem in of_kind(read(folder), Problem)]
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EACCES, errno.EIO])
+def test_a_store_that_cannot_be_read_is_not_taken_for_empty(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From Python 3.14 on, Path.is_dir and its like return False for these errors."""
+    run, stat = tmp_path / "run", os.stat
+    saved = run / "checkpoints" / "step-00000010"
+    saved.mkdir(parents=True)
+    for ask in (committed, locate, read_manifest):
+        monkeypatch.undo()
+        away = saved if ask is locate else run / "checkpoints"
+
+        def fails(path: Any, *args: Any, away: Path = away, **rest: Any) -> os.stat_result:
+            return _raise(code) if Path(path).is_relative_to(away) else stat(path, *args, **rest)
+
+        monkeypatch.setattr(os, "stat", fails)
+        monkeypatch.setattr(Path, "stat", lambda self, **rest: os.stat(self, **rest))  # noqa: PTH116
+        for name in ("is_dir", "is_file", "exists"):
+            monkeypatch.setattr(Path, name, lambda self, **rest: False)
+        with pytest.raises(OSError, match=os.strerror(code)):
+            ask(away)
+    with pytest.raises(OSError, match=os.strerror(code)):
+        list(disk.lines(run / "checkpoints" / FILE))
+
+
+def test_paths_are_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    paths = [tmp_path, tmp_path / "file", tmp_path / "none", tmp_path / "file" / "none", tmp_path / "loop"]
+    asked = (disk.is_folder, disk.is_file, disk.is_there)
+    yes, no = True, False
+    assert [[ask(path) for path in paths] for ask in asked] == [
+        [yes, no, no, no, no],
+        [no, yes, no, no, no],
+        [yes, yes, no, no, no],
+    ]
 
 
 @pytest.mark.parametrize("left", [0, 1, 17])
@@ -120,7 +159,7 @@ def test_a_place_is_made_once_and_not_while_it_is_away(tmp_path: Path, monkeypat
     assert not folder.parent.exists()
 
 
-def _raise(code: int) -> None:
+def _raise(code: int) -> NoReturn:
     raise OSError(code, os.strerror(code))
 
 

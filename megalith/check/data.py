@@ -4,6 +4,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from megalith import disk
 from megalith.check.case import Case, Found, advice, error, next_multiple
 from megalith.data.errors import DataError
 from megalith.data.manifest import Domain, check_copies, check_sizes, check_tokenizer, read_manifest
@@ -23,7 +24,7 @@ def data_is_prepared(case: Case) -> Found:
         return
     path = Path(case.spec.data.path)
     way_out = f"Make it with: megalith data prepare SOURCE... --tokenizer TOKENIZER --out {path}"
-    if not path.is_dir():
+    if not disk.is_folder(path):
         absolute = f" (looked for {path.absolute()}; relative paths start at the current directory)"
         yield error("data.path", str(path), f"no such folder{absolute}", way_out)
         return

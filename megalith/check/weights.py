@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from megalith import disk
 from megalith.check.case import Case, Found, advice, error
 from megalith.check.resume import check_branch
 from megalith.checkpoint import folder as checkpoints
@@ -36,7 +37,7 @@ def first_weights_fit(case: Case) -> Found:
     if not case.files or case.begun:
         return
     start = Path(train.init_from)
-    if not start.exists():
+    if not disk.is_there(start):
         reason = f"no such checkpoint (looked for {start.absolute()}; relative paths start at the current directory)"
         yield error(KEY, str(start), reason, "Give a checkpoint folder, or remove this key.")
         return

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megalith import epochs
+from megalith import disk, epochs
 from megalith.checkpoint.digests import FileDigest
 from megalith.fleet.exit_codes import ExitCode
 
@@ -225,13 +225,12 @@ def of_run(run_dir: Path) -> Path:
 def committed(folder: Path) -> list[Path]:
     """Return the complete checkpoints in `folder`: first those without a readable manifest, then the others, newest
     commit first. Raises OSError if `folder` is a link that leads nowhere now: a run must not start over while its checkpoints are away."""
-    if not folder.is_dir():
+    if not disk.is_folder(folder):
         if folder.is_symlink():
-            raise OSError(
-                errno.ENODEV, "this link leads to no folder now: mount its file system, or remove the link", str(folder)
-            )
+            why = "this link leads to no folder now: mount its file system, or remove the link"
+            raise OSError(errno.ENODEV, why, str(folder))
         return []
-    found = [path for path in folder.iterdir() if _COMMITTED.fullmatch(path.name) and path.is_dir()]
+    found = [path for path in folder.iterdir() if _COMMITTED.fullmatch(path.name) and disk.is_folder(path)]
     return sorted(found, key=_order, reverse=True)
 
 
@@ -263,8 +262,8 @@ def locate(path: Path) -> list[Path]:
     """Return the checkpoints that `path` refers to, in the order of `committed`: itself, those in it, or those in its
     `checkpoints/` (a run folder). Raises FileNotFoundError if there are none.
     """
-    if (path / MANIFEST).exists() or _COMMITTED.fullmatch(path.name):
-        if not path.is_dir():
+    if disk.is_there(path / MANIFEST) or _COMMITTED.fullmatch(path.name):
+        if not disk.is_folder(path):
             raise FileNotFoundError(
                 f"{path}: no such checkpoint; the folder has {[p.name for p in committed(path.parent)] or 'none'}"
             )
@@ -300,7 +299,8 @@ def find_complete(path: Path) -> tuple[Path, Manifest]:
         except DamagedCheckpointError as error:
             damaged.append(str(error))
             continue
-        lengths = {file: (candidate / file).stat().st_size if (candidate / file).is_file() else None for file in manifest.files}
+        found = {file: disk.look(candidate / file) for file in manifest.files}
+        lengths = {file: None if each is None else each.st_size for file, each in found.items()}
         short = [f"{candidate.name}/{file}" for file, length in lengths.items() if length != manifest.files[file].bytes]
         if not short:
             return candidate, manifest
@@ -313,7 +313,7 @@ def nothing_text(path: Path) -> str:
     absent = f" does not exist, so there is no checkpoint here (relative paths start at {Path.cwd()})"
     if (path / "config.json").is_file():
         return f"{path}: not a checkpoint, but a model in transformers' format. Convert this model: megalith import {path} --out FOLDER"
-    reason = ": no checkpoint here" if path.exists() else absent
+    reason = ": no checkpoint here" if disk.is_there(path) else absent
     return f"{path}{reason}. Give a checkpoint (step-...), the folder it is in, or a run folder."
 
 
@@ -370,7 +370,7 @@ def commit(written: Path, step: int) -> Path:
     final = written.parent / name(step)
     _sync(written)
     aside = written.parent / temporary(step)
-    if final.exists():
+    if disk.is_there(final):
         final.rename(aside)
     written.rename(final)
     _sync(final.parent)
@@ -413,7 +413,7 @@ def _remove(path: Path) -> None:
     look complete."""
     manifest = path / MANIFEST
     with contextlib.ExitStack() as stack:
-        if manifest.exists():
+        if disk.is_there(manifest):
             lock = stack.enter_context(manifest.open("rb"))
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -320,13 +320,15 @@ class _Claims:
 
     def newest(self) -> Claim | None:
         """The newest claim; None if there is no claim. If the claim is damaged, its owner is returned as unknown."""
-        found = sorted(path for path in self.folder.glob("*.json") if path.stem.isdecimal())
+        found: list[Path] = []
+        with contextlib.suppress(FileNotFoundError):  # only this: `glob` may take a folder that cannot be read for empty
+            found = sorted(path for path in self.folder.iterdir() if path.suffix == ".json" and path.stem.isdecimal())
         if not found:
             return None
         try:
             return Claim(**json.loads(found[-1].read_text(encoding="utf-8")))
         except (ValueError, TypeError):
-            renewed = found[-1].with_suffix(".beat").exists()
+            renewed = disk.is_there(found[-1].with_suffix(".beat"))
             return Claim(
                 number=int(found[-1].stem), epoch=epochs.last(self._run_dir), process=0, born="?", place="?", host="(unknown)",
                 since=found[-1].stat().st_mtime, lease=LEASE_SECONDS if renewed else 0.0, wide=True,
@@ -366,7 +368,7 @@ class _Claims:
         self._path(claim, "left").touch()
 
     def left(self, claim: Claim) -> bool:
-        return self._path(claim, "left").exists()
+        return disk.is_there(self._path(claim, "left"))
 
     def _path(self, claim: Claim, ending: str = "json") -> Path:
         return self.folder / f"{claim.number:08d}.{ending}"

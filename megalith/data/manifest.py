@@ -20,6 +20,7 @@ from pydantic import (
     model_serializer,
 )
 
+from megalith import disk
 from megalith.data.errors import AwayDataError, DataError
 from megalith.spec.base import Spec
 
@@ -167,10 +168,10 @@ def read_manifest(folder: Path) -> Manifest:
     it."""
     path = folder / FILE
     again = "Prepare the data with `megalith data prepare`."
-    if not path.is_file():
+    if not disk.is_file(path):
         what = (
             "has no manifest.json: it is not prepared data, or its files were copied incompletely"
-            if folder.is_dir()
+            if disk.is_folder(folder)
             else "does not exist"
         )
         raise AwayDataError(path, f"{folder} {what}", again)
@@ -203,10 +204,11 @@ def _wrong_sizes(folder: Path, manifest: Manifest) -> dict[str, str]:
         sizes = {shard.file: shard.tokens * int(shard.dtype[4:]) // 8, shard.index: 8 * (shard.documents + 1)}
         for name, size in sizes.items():
             path = folder / name
-            if not path.is_file():
+            found = disk.look(path)
+            if found is None:
                 problems[name] = f"{path} is missing (expected size: {size} bytes)"
-            elif (found := path.stat().st_size) != size:
-                problems[name] = f"{path} has {found} bytes, but {size} according to the manifest"
+            elif found.st_size != size:
+                problems[name] = f"{path} has {found.st_size} bytes, but {size} according to the manifest"
     return problems
 
 

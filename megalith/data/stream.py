@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megalith import disk
 from megalith.data.errors import DataError
 from megalith.data.manifest import SPLITS, Domain, SplitName, check_copies, check_sizes, check_tokenizer, read_manifest
 from megalith.data.mixture import Mixture
@@ -230,7 +231,7 @@ class Stream:
     @property
     def unchecked(self) -> list[str]:
         """Shards whose tokens are read unchecked, because they have no checksums."""
-        return [shard.file for shard in self._manifest.shards() if not (self._folder / sums_file(shard)).exists()]
+        return [shard.file for shard in self._manifest.shards() if not disk.is_there(self._folder / sums_file(shard))]
 
     def bytes_of(self, index: int) -> tuple[Path, int, int]:
         """Locate the first tokens of sample `index`: return a shard of the folder, and the byte range in it."""

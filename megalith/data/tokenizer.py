@@ -180,7 +180,7 @@ def copy(source: Path, folder: Path, *, warn: Callable[[str], object] | None = N
     is raised."""
     for name in (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE):
         found, kept = source / name, folder / name
-        if found.is_file() and not (kept.is_file() and kept.stat().st_size == found.stat().st_size):
+        if disk.is_file(found) and not (disk.is_file(kept) and kept.stat().st_size == found.stat().st_size):
             try:
                 disk.write_whole(kept, found.read_bytes())
             except IsADirectoryError:

@@ -5,6 +5,7 @@ shard, so the manifest does not name `x.sum`. A shard without an `x.sum` is read
 When a process first opens an index, it compares the index with the manifest's sha256.
 """
 
+import contextlib
 import errno
 import os
 from array import array
@@ -138,7 +139,7 @@ class VerifiedFiles:
         if len(content) < end - begin:
             raise _WrongError(f"ends at byte {begin + len(content)}, but was prepared with at least {end} bytes")
         if sums is None:
-            if not (folder / FILE).exists():  # they may be there, and only their folder is away
+            if not disk.is_there(folder / FILE):  # they may be there, and only their folder is away
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
             return content
         known = np.frombuffer(sums.read(4 * first, 4 * -(-len(content) // BLOCK)), "<u4").tolist()
@@ -166,7 +167,9 @@ class _WrongError(Exception):
 def _is_away(folder: Path, error: Exception) -> bool:
     """True if a prepared folder is unreachable. A missing file counts as damage if the folder's manifest exists."""
     if isinstance(error, FileNotFoundError):
-        return not (folder / FILE).exists()
+        with contextlib.suppress(OSError):
+            return not disk.is_there(folder / FILE)
+        return True
     return disk.is_away(error)
 
 

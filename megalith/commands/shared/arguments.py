@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megalith import disk
+
 if TYPE_CHECKING:
     from megalith.spec.run import RunSpec
 
@@ -44,9 +46,9 @@ class RunRequest:
         """Return the request for the run in a run folder. Raises FileNotFoundError if the folder does not exist or is no run folder."""
         from megalith.spec.files import FILE  # specifications take 0.2 s to import
 
-        if not run_dir.is_dir():
+        if not disk.is_folder(run_dir):
             raise FileNotFoundError(f"{run_dir} is not a folder. Give the folder of a run: the --run-dir of `megalith train`.")
-        if not (run_dir / FILE).is_file():
+        if not disk.is_file(run_dir / FILE):
             raise FileNotFoundError(f"{run_dir} holds no {FILE}: it is not a run folder. Give the --run-dir of a run.")
         return cls(run_dir / FILE, overrides, run_dir, saved=True)
 

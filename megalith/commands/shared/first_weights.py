@@ -4,6 +4,7 @@ import contextlib
 from dataclasses import replace
 from pathlib import Path
 
+from megalith import disk
 from megalith.check.resume import is_same_start
 from megalith.checkpoint.folder import MANIFEST, DamagedCheckpointError, committed, find_complete, of_run
 from megalith.sealed import seal
@@ -35,7 +36,7 @@ def as_recorded(resolved: ResolvedRun, folder: Path) -> ResolvedRun:
 
 
 def _is_there(resolved: ResolvedRun) -> bool:
-    return (Path(resolved.spec.train.init_from or "") / MANIFEST).exists()
+    return disk.is_there(Path(resolved.spec.train.init_from or "") / MANIFEST)
 
 
 def seals(spec: RunSpec) -> dict[str, str]:
@@ -49,7 +50,7 @@ def seals(spec: RunSpec) -> dict[str, str]:
 
 
 def _recorded(folder: Path) -> str | None:
-    if not (folder / files.FILE).is_file():
+    if not disk.is_file(folder / files.FILE):
         return None
     with contextlib.suppress(SpecErrors, AttributeError):  # a file that cannot be read: the comparison of the runs reports it
         return files.read(folder / files.FILE, saved=True).resolved.spec.train.init_from

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megalith import epochs, sealed
+from megalith import disk, epochs, sealed
 from megalith.check import all_ranks, check_here, check_resume
 from megalith.check import check as find_problems
 from megalith.check.own import admit as admit_parts
@@ -143,7 +143,7 @@ value."""
 
 def _with_old_defaults(resolved: ResolvedRun, folder: Path) -> ResolvedRun:
     """Return the run with the defaults that it began with, if they differ from today's."""
-    if not (folder / files.FILE).is_file():
+    if not disk.is_file(folder / files.FILE):
         return resolved
     spec, provenance = resolved.spec, dict(resolved.provenance)
     try:
@@ -182,7 +182,7 @@ def differences(resolved: ResolvedRun, folder: Path) -> list[Problem]:
     checkpoints = committed(of_run(folder))
     if not checkpoints:
         return _checkpoints_gone(folder)
-    if (folder / files.FILE).is_file():
+    if disk.is_file(folder / files.FILE):
         saved = files.read(folder / files.FILE, saved=True).resolved.spec  # its cluster's file need not be there any more
         if found := check_resume(saved, resolved.spec, samples=_consumed(checkpoints), provenance=resolved.provenance):
             return found
@@ -324,7 +324,7 @@ def _await(resolved: ResolvedRun, folder: Path, *, timeout: float) -> ResolvedRu
     path, end = folder / files.FILE, time.monotonic() + timeout
     while True:
         found = first_weights.as_recorded(resolved, folder)
-        if path.is_file() and path.read_text(encoding="utf-8") == files.dump(found):
+        if disk.is_file(path) and path.read_text(encoding="utf-8") == files.dump(found):
             return found
         if time.monotonic() > end:
             raise TimeoutError(
@@ -373,7 +373,7 @@ def sealed_files(spec: RunSpec, folder: Path) -> dict[str, str]:
     orders = [Path(plan.schedule.removeprefix(ORDER)) for plan in plans if plan.schedule.startswith(ORDER)]
     paths = [data / manifest.FILE, data / manifest.TOKENIZER_FILE, *orders]
     own = sealed.digest(files.spec_text(spec).encode())
-    return {str((folder / files.SPEC_FILE).resolve()): own} | sealed.seal(path for path in paths if path.is_file())
+    return {str((folder / files.SPEC_FILE).resolve()): own} | sealed.seal(path for path in paths if disk.is_file(path))
 
 
 def directed_elsewhere(job: Job) -> Job:
@@ -387,7 +387,7 @@ def identity(spec: RunSpec) -> str:
     """Return a text that identifies a run's computation, including a digest of its data. Copies in memory belong to a run only if they have
     the same identity."""
     data = Path(spec.data.path) / manifest.FILE
-    samples = sealed.digest(data.read_bytes()) if data.is_file() else ""
+    samples = sealed.digest(data.read_bytes()) if disk.is_file(data) else ""
     return spec.model_dump_json(exclude={"fleet", "launch", "log", "alerts", "validation", "checkpoint", "name"}) + samples
 
 
