@@ -176,6 +176,40 @@ def write_whole(path: Path, content: str | bytes) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error  # the user knows this name, not that of the part
 
 
+NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+"""Error numbers of file systems that have no hard links: vfat, exfat, some of FUSE."""
+
+
+def make_new(path: Path, text: str, *, mode: int | None = None) -> bool:
+    """Make a file atomically with this text and mode. Return False, and change nothing, if something is at the path, even if another
+    process makes it at the same time. On a file system without hard links, readers may find the file empty for a moment. Raises OSError."""
+    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        _create(part, text, mode)
+        os.link(part, path)
+    except FileExistsError:
+        return part.stat().st_nlink == 2  # an answer that was lost, and asked for again, says so of our own
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        try:
+            _create(path, text, mode)
+        except FileExistsError:
+            return False
+    finally:
+        part.unlink(missing_ok=True)
+    return True
+
+
+def _create(path: Path, text: str, mode: int | None) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666 if mode is None else mode)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        if mode is not None:
+            with contextlib.suppress(PermissionError):  # a file system without modes
+                os.fchmod(file.fileno(), mode)
+        file.write(text)
+
+
 def remove_empty_folder(path: Path) -> None:
     """Remove `path` if it is an empty folder, so that a file can be written there."""
     if path.is_dir():

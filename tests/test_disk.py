@@ -11,8 +11,11 @@ import pytest
 from megalith import disk
 from megalith.checkpoint.folder import committed, locate
 from megalith.control.node_ledger import NodeRecord, note, read_nodes
+from megalith.control.owner import hold
 from megalith.data.manifest import read_manifest
 from megalith.events import FILE, EventLog, Problem, RunStarted, Step, of_kind, read
+from megalith.fleet.secure import key
+from megalith.fleet.tiers import roots
 from tests.report.run_folder import start, step
 
 
@@ -245,6 +248,33 @@ def test_a_folder_that_cannot_be_made_is_named_with_the_way_out(tmp_path: Path) 
         with pytest.raises(OSError, match=r"cannot be made .*choose another") as error:
             disk.make_folder(folder)
         assert str(folder) in str(error.value) and error.value.errno
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
+def test_a_file_is_made_by_one_process_only(links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not links:
+        monkeypatch.setattr(os, "link", lambda part, path: _raise(errno.EPERM))
+    path = tmp_path / "file"
+    with ThreadPoolExecutor(8) as threads:
+        made = list(threads.map(lambda text: disk.make_new(path, text, mode=0o600), "abcdefgh"))
+    assert [path.read_text()] == [text for text, own in zip("abcdefgh", made, strict=True) if own]
+    assert [found.name for found in tmp_path.iterdir()] == ["file"] and path.stat().st_mode & 0o777 == 0o600
+    if links:
+        monkeypatch.setattr(os, "link", lambda part, path: _raise(errno.EACCES))
+        with pytest.raises(PermissionError):
+            disk.make_new(tmp_path / "other", "text")
+        assert [found.name for found in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_run_folder_may_be_on_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "link", lambda part, path: _raise(errno.EPERM))
+    with hold(tmp_path / "run"):
+        pass
+    with hold(tmp_path / "run") as own:
+        assert own.epoch == 0
+        found = key.of_run(tmp_path / "run", {})
+        assert key.of_run(tmp_path / "run", {}) == found and not key.make(tmp_path / "run")
+        assert roots.owner_text(tmp_path / "run") == roots.owner_text(tmp_path / "run")
 
 
 def test_many_writers_of_one_file_do_not_disturb_each_other_or_a_reader(tmp_path: Path) -> None:

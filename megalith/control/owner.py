@@ -338,15 +338,9 @@ class _Claims:
         """Make a claim and remove older ones. Return False, without making it, if a claim with the same or a higher number
         exists."""
         self.folder.mkdir(exist_ok=True)
-        path, part = self._path(claim), self.folder / f"{secrets.token_hex(4)}.tmp"
-        part.write_text(json.dumps(asdict(claim)), encoding="utf-8")
-        try:
-            os.link(part, path)  # atomically, even if another process does the same
-        except FileExistsError:
-            if part.stat().st_nlink != 2:  # an answer that was lost, and asked for again, says so of our own
-                return False
-        finally:
-            part.unlink()
+        path = self._path(claim)
+        if not disk.make_new(path, json.dumps(asdict(claim))):
+            return False
         if self.newest() != claim:
             path.unlink()
             return False

@@ -4,7 +4,6 @@ The key comes from the environment, from a file that the launcher names, or from
 never written to a log, a report, `spec.json` or a job file.
 """
 
-import contextlib
 import hmac
 import os
 import secrets
@@ -13,6 +12,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from megalith import disk
 
 VARIABLE, FILE_VARIABLE = "MEGALITH_KEY", "MEGALITH_KEY_FILE"
 MIN_CHARACTERS = 32
@@ -115,21 +116,7 @@ def make(run_dir: Path) -> bool:
     change nothing, if a key exists. Raises OSError."""
     path = path_in(run_dir)
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists():
-        return False
-    part = path.with_name(f"key-{secrets.token_hex(4)}")
-    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    try:
-        with os.fdopen(descriptor, "w", encoding="ascii") as file:
-            with contextlib.suppress(PermissionError):  # a file system without modes
-                os.fchmod(file.fileno(), 0o600)
-            file.write(new().text + "\n")
-        os.link(part, path)  # atomically, even if another process does the same
-    except FileExistsError:
-        return False
-    finally:
-        part.unlink()
-    return True
+    return disk.make_new(path, new().text + "\n", mode=0o600)
 
 
 class _Damaged(NoKey):

@@ -84,11 +84,7 @@ def copies_place() -> Path:
 def _name(run_dir: Path) -> str:
     path = run_dir.resolve() / "ranks" / "name"
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"name-{secrets.token_hex(4)}")
-    part.write_text(secrets.token_hex(8))
-    with contextlib.suppress(FileExistsError):
-        os.link(part, path)  # atomically, even if another process does the same
-    part.unlink()
+    disk.make_new(path, secrets.token_hex(8))
     return path.read_text()
 
 
