@@ -74,8 +74,7 @@ def check_resume(
     """Return the changes because of which the run `asked` cannot resume the run `saved`; empty if it can. `samples`: the number of
     samples consumed. Phases that begin at sample number `samples` or later may change; if None, no phase may change. `checkpoint`: the
     checkpoint that describes the saved run, if the run folder's own run file does not describe it. `may`: further keys that may differ."""
-    before, now = flat(saved), flat(asked)
-    same = ["train.init_from"] * is_same_start(saved.train.init_from, asked.train.init_from)
+    changes = changed_keys(saved, asked)
     reason = "the run in this folder has {}; another value would make another run"
     way_out = "Restore the value, or start another run with --run-dir."
     another = (
@@ -93,9 +92,9 @@ def check_resume(
             way_out = "Restore the value, or use train.init_from, which takes only the checkpoint's weights, instead of a branch."
         another = way_out
     found = [
-        error(name, now.get(name), reason.format(literal(before.get(name))), another if name == "optimizer.kind" else way_out)
-        for name in differing(now, before)
-        if not {name, name.partition(".")[0]} & {*MAY_CHANGE, *may, *same, RAMP, DATA}
+        error(name, now, reason.format(literal(before)), another if name == "optimizer.kind" else way_out)
+        for name, (before, now) in changes.items()
+        if not {name, name.partition(".")[0]} & {*MAY_CHANGE, *may, RAMP, DATA}
     ]
     if not found:
         found += _altered_phases(saved, asked, samples, way_out)
@@ -105,6 +104,13 @@ def check_resume(
         found += _another_number(saved, asked, way_out)
         found += _undivided_shares(saved, asked, samples)
     return [replace(problem, source=(provenance or {}).get(problem.key, "")) for problem in found]
+
+
+def changed_keys(saved: RunSpec, asked: RunSpec) -> dict[str, tuple[Any, Any]]:
+    """Return the keys whose values differ between two runs, each with both values; None for a key that a run does not have."""
+    before, now = flat(saved), flat(asked)
+    same = ["train.init_from"] * is_same_start(saved.train.init_from, asked.train.init_from)
+    return {name: (before.get(name), now.get(name)) for name in differing(now, before) if name not in same}
 
 
 def is_same_start(saved: str | None, asked: str | None) -> bool:

@@ -68,6 +68,7 @@ def agent(request: RunRequest, *, console: Console, machine: str | None = None) 
     with hold(folder, wide=True) as owner:
         runs.refuse(runs.differences(checked.resolved, folder))
         runs.admit(spec, folder)
+        runs.print_start_over(resolved, folder)
         files.save(resolved, folder, origin())
         with followed(folder, spec, console, errors=False) as (live_line, tick):
             store = runs.store_of(owner)

@@ -166,6 +166,8 @@ def train(
         if place is None or place.local_rank == 0:
             runs.print_advice(checked)
             runs.admit(spec, folder)
+        if owner is not None:
+            runs.print_start_over(resolved, folder)
         if owner is None:
             assert place is not None
             return TrainResult(folder, runs.join(resolved, folder, place, runs.TRAIN, arguments), "", None)

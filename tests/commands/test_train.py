@@ -235,10 +235,21 @@ def test_a_branch_is_resumed_by_its_own_command_although_its_parent_has_gone_on(
     assert faulty.exit_code == 2 and "plan.tensor" in faulty.stderr
 
 
-def test_a_run_that_never_saved_may_be_started_over_differently(run: Path, jobs: list[supervisor.Job]):
+def test_a_run_that_never_saved_may_be_started_over_differently(
+    run: Path, jobs: list[supervisor.Job], capsys: pytest.CaptureFixture[str]
+):
     train(run)
-    train(run, "optimizer.lr=1")
-    assert len(jobs) == 2
+    train(run, "log.project=mine")
+    assert "starts over" not in capsys.readouterr().err, "its copies in memory are used"
+    train(run, "optimizer.lr=1", "train.seed=5")
+    assert (
+        "runs/first has no checkpoint, so this run starts over, with train.seed = 5 (was 0), optimizer.lr = 1.0 (was 0.0003)"
+        in (capsys.readouterr().err)
+    )
+    begun("runs/first")
+    train(run, "optimizer.lr=1", "train.seed=5", "train.steps=200")
+    assert "starts over" not in capsys.readouterr().err
+    assert len(jobs) == 4
 
 
 def test_a_run_whose_checkpoints_are_all_gone_is_not_started_over(run: Path, jobs: list[supervisor.Job]):

@@ -16,7 +16,7 @@ from megalith import disk, epochs, sealed
 from megalith.check import all_ranks, check_here, check_resume
 from megalith.check import check as find_problems
 from megalith.check.own import admit as admit_parts
-from megalith.check.resume import check_checkpoint
+from megalith.check.resume import changed_keys, check_checkpoint
 from megalith.checkpoint.folder import DamagedCheckpointError, committed, damaged_text, latest, of_run, read_manifest, unreadable
 from megalith.commands.shared import first_weights
 from megalith.commands.shared.arguments import RunRequest
@@ -35,6 +35,7 @@ from megalith.spec.files import ResolvedRun
 from megalith.spec.plan import AUTO
 from megalith.spec.problem import Problem, Severity, SpecErrors
 from megalith.spec.run import RunSpec
+from megalith.spec.toml import literal
 
 if TYPE_CHECKING:
     from megalith.control.outcome import Outcome
@@ -136,6 +137,9 @@ def _decided(resolved: ResolvedRun) -> ResolvedRun:
     return replace(resolved, spec=spec.model_copy(update={"plan": plans["plan"], "fleet": fleet}))
 
 
+APART = frozenset({"fleet", "launch", "log", "alerts", "validation", "checkpoint", "name"})
+"""Keys and tables that do not matter to a run's copies in memory: they belong to the run whatever these values are."""
+
 OLD_DEFAULTS: dict[tuple[str, str], Any] = {("optimizer", "warmup"): 2000}
 """Former defaults, which earlier versions saved with a run. A run that began with a former default keeps it unless its file sets another
 value."""
@@ -174,6 +178,21 @@ def print_advice(checked: CheckResult) -> None:
     """Print the resources that this machine lacks for a run that starts nevertheless: to stderr, a line each."""
     for problem in checked.here:
         print(f"advice: {problem}", file=sys.stderr, flush=True)
+
+
+def print_start_over(resolved: ResolvedRun, folder: Path) -> None:
+    """Print in a line that a run without a checkpoint starts over, if it was started before with other values, and these values."""
+    if committed(of_run(folder)) or not disk.is_file(folder / files.FILE):
+        return
+    changes = changed_keys(files.read(folder / files.FILE, saved=True).resolved.spec, resolved.spec)
+    found = [
+        f"{key} = {literal(now)} (was {literal(was)})"
+        for key, (was, now) in changes.items()
+        if key.partition(".")[0] not in APART
+    ]
+    if found:
+        words = f"{folder} has no checkpoint, so this run starts over, with {', '.join(found)}. Copies of the earlier state are removed"
+        print(words, file=sys.stderr, flush=True)
 
 
 def differences(resolved: ResolvedRun, folder: Path) -> list[Problem]:
@@ -388,7 +407,7 @@ def identity(spec: RunSpec) -> str:
     the same identity."""
     data = Path(spec.data.path) / manifest.FILE
     samples = sealed.digest(data.read_bytes()) if disk.is_file(data) else ""
-    return spec.model_dump_json(exclude={"fleet", "launch", "log", "alerts", "validation", "checkpoint", "name"}) + samples
+    return spec.model_dump_json(exclude=set(APART)) + samples
 
 
 def checkpoints(folder: Path) -> tuple[Copy, ...]:
