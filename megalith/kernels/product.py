@@ -17,6 +17,13 @@ _LIBRARY.impl("mm", lambda a, b: (a.float() @ b.float()).to(a.dtype), "CPU")
 _LIBRARY.impl("mm.out", lambda a, b, *, out: out.copy_(a.float() @ b.float()), "CPU")
 
 
+def sum_in_fp32() -> None:
+    """Make GPUs add up products in bf16 and fp16 in fp32 to the end. By default torch lets them split a sum, and round each part to 16 bits
+    before the parts are added up."""
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
 @functools.cache
 def native() -> bool:
     """True if this machine's processor multiplies bf16 numbers."""

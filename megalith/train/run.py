@@ -38,6 +38,7 @@ from megalith.fleet.secure import key
 from megalith.fleet.secure.key import NoKey
 from megalith.fleet.secure.store_client import StoreClient
 from megalith.fleet.tiers import Source
+from megalith.kernels.product import sum_in_fp32
 from megalith.machine import link, networks
 from megalith.machine.capacity import find_gpus
 from megalith.machine.resident import keep_memory
@@ -383,6 +384,7 @@ def choose_device(wanted: str, local_rank: int, local_world: int) -> torch.devic
             'Repair the driver, install a PyTorch that supports these GPUs, or set train.device = "cpu".'
         )
     if local_world <= gpus:
+        sum_in_fp32()
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)
     if wanted == "cuda" or gpus:

@@ -48,6 +48,16 @@ def test_each_rank_takes_the_gpu_of_its_number(gpus, wanted):
     assert chosen == [0, 1, 2, 3]
 
 
+def test_a_gpu_adds_up_products_in_fp32(gpus):
+    """By default torch lets a GPU round parts of a sum to 16 bits."""
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = True
+    gpus(1)
+    choose_device("cuda", 0, 1)
+    assert not matmul.allow_bf16_reduced_precision_reduction
+    assert not matmul.allow_fp16_reduced_precision_reduction
+
+
 @pytest.mark.parametrize(
     ("wanted", "count", "ranks"), [("cuda", 0, 1), ("cuda", 2, 3), ("cuda", 2, 8), ("auto", 1, 4), ("auto", 3, 4)]
 )
