@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megalith.kernels.deferred import is_recomputed, weight_gradient
 from megalith.kernels.grouped import Sizes, grouped_outer_products, grouped_products
-from megalith.kernels.product import product, widened
+from megalith.kernels.product import linear, product
 from megalith.kernels.quantise import Scaling
 from megalith.spec.numbers import PrecisionSpec
 
@@ -103,10 +103,7 @@ class Multiply(nn.Module):
         """x Wᵀ + b, without a graph; shapes as in `forward`."""
         if sizes is not None:
             return grouped_products(x, weight.transpose(1, 2), sizes)
-        if not widened(x):
-            return F.linear(x, weight, bias)
-        out = product(x, weight.T)
-        return out if bias is None else out.add_(bias)
+        return linear(x, weight, bias)
 
     def activated(self, activation: Activation, gate: Tensor | None, up: Tensor) -> Tensor:
         """Return activation(gate) * up, or activation(up) without a gate, as the input of a product with this recipe.

@@ -8,13 +8,19 @@ as native instructions would do (in fp16, this is the definition on a CPU). Coun
 import functools
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, library, nn
 
 _LIBRARY = library.Library("megalith", "FRAGMENT")
-_LIBRARY.define("mm(Tensor a, Tensor b) -> Tensor")
+_LIBRARY.define("mm(Tensor a, Tensor b, Tensor? bias=None) -> Tensor")
 _LIBRARY.define("mm.out(Tensor a, Tensor b, *, Tensor(c!) out) -> Tensor(c!)")
-_LIBRARY.impl("mm", lambda a, b: (a.float() @ b.float()).to(a.dtype), "CPU")
+_LIBRARY.impl("mm", lambda a, b, bias=None: _sums(a, b, bias).to(a.dtype), "CPU")
 _LIBRARY.impl("mm.out", lambda a, b, *, out: out.copy_(a.float() @ b.float()), "CPU")
+
+
+def _sums(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    sums = a.float() @ b.float()
+    return sums if bias is None else sums.add_(bias.float())
 
 
 def sum_in_fp32() -> None:
@@ -46,3 +52,10 @@ def product(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
     if out is not None:
         return torch.ops.megalith.mm.out(a, b, out=out)
     return torch.ops.megalith.mm(a.reshape(-1, a.shape[-1]), b).view(*a.shape[:-1], b.shape[-1])
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x Wᵀ + b, rounded once: x [..., in], weight [out, in], bias [out] -> [..., out]."""
+    if not widened(x):
+        return F.linear(x, weight, bias)
+    return torch.ops.megalith.mm(x.reshape(-1, x.shape[-1]), weight.T, bias).view(*x.shape[:-1], len(weight))

@@ -9,7 +9,7 @@ from megalith.kernels import product as module
 from megalith.kernels.cross_entropy import cross_entropy
 from megalith.kernels.grouped import Sizes
 from megalith.kernels.multiply import PLAIN
-from megalith.kernels.product import product, widened
+from megalith.kernels.product import linear, product, widened
 from megalith.prove.meter import Meter
 
 ROUNDING = 2.0**-8  # relative rounding error of bf16
@@ -34,6 +34,19 @@ def test_a_product_is_the_exact_one_rounded_once(native: bool) -> None:
     out = torch.empty(3, 5, dtype=torch.bfloat16)
     assert product(a[0], b, out=out) is out
     assert torch.equal(out, found[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_bias_is_added_before_the_one_rounding(dtype: torch.dtype, native: bool) -> None:
+    """fp32 represents the sums of these whole numbers exactly, so the bits are known."""
+    random = torch.Generator().manual_seed(0)
+    x, weight = (torch.randint(-32, 33, shape, generator=random).to(dtype) for shape in ((2, 30, 40), (24, 40)))
+    bias = (torch.randn(24, generator=random) * 100).to(dtype)
+    exact = x.double() @ weight.double().T
+    found = linear(x, weight, bias)
+    assert torch.equal(found, (exact + bias.double()).to(dtype))
+    assert not torch.equal(found, exact.to(dtype) + bias), "two roundings would show"
+    assert torch.equal(PLAIN.fprop(x, weight, bias), found)
 
 
 def test_layers_give_the_same_to_rounding_either_way(monkeypatch: pytest.MonkeyPatch) -> None:
