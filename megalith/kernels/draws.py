@@ -64,9 +64,9 @@ def key_of(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little", signed=True)
 
 
-def uniform(key: int, rows: Tensor, columns: range) -> Tensor:
-    """Draw fp32 [rows, columns], uniform in [0, 1) in steps of 2^-24, from a tensor's key and the numbers (int64) of its rows and
-    columns."""
+def uniform(key: int | Tensor, rows: Tensor, columns: range) -> Tensor:
+    """Draw fp32 [rows, columns], uniform in [0, 1) in steps of 2^-24, from a tensor's key (int64 [rows]: a key for each row) and the
+    numbers (int64) of its rows and columns."""
     of_rows = _mixed(rows.flatten() ^ key)[:, None]
     steps = torch.arange(columns.start, columns.stop, device=rows.device).add_(1).mul_(_STEP)
     out = torch.empty(len(of_rows), len(columns), device=rows.device)

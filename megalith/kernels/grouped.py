@@ -2,7 +2,7 @@
 (MegaBlocks, Gale et al. 2022, arXiv:2211.15841)."""
 
 from collections.abc import Sequence
-from functools import cached_property
+from copy import copy
 
 import torch
 import torch.nn.functional as F
@@ -19,12 +19,31 @@ class Sizes:
 
     def __init__(self, counts: Tensor | Sequence[int]) -> None:
         self._counts = counts if isinstance(counts, Tensor) else tuple(counts)
+        self._read: list[tuple[int, ...]] = []  # the numbers on the host, once they are there, for all copies
         self.tokens: Tensor | None = None
         """int64 [rows]: the number of the token in each row; products that round stochastically need it."""
+        self.weight = ""
+        """The name of the weight that holds the groups' matrices, which such products need too"""
 
-    @cached_property
+    @property
     def host(self) -> tuple[int, ...]:
-        return tuple(self._counts.tolist()) if isinstance(self._counts, Tensor) else self._counts
+        if not self._read:
+            self._read.append(tuple(self._counts.tolist()) if isinstance(self._counts, Tensor) else self._counts)
+        return self._read[0]
+
+    def of(self, weight: str) -> "Sizes":
+        """Return these sizes for products with the weight of this name."""
+        found = copy(self)
+        found.weight = weight
+        return found
+
+    def spread(self, numbers: Sequence[int], rows: Tensor) -> Tensor:
+        """Return, for each of the rows, the number of its group, int64."""
+        counts = self._counts if isinstance(self._counts, Tensor) else torch.tensor(self._counts, device=rows.device)
+        return torch.tensor(numbers, device=rows.device).repeat_interleave(counts, output_size=len(rows))
+
+    def __len__(self) -> int:
+        return len(self._counts)
 
     def ends(self, device: torch.device) -> Tensor:
         """Return the end of each group, as the number of the row after its last row, int32."""

@@ -118,6 +118,8 @@ class Narrow(Multiply, ABC):
         """The layer's name in the model."""
         self.first_output = 0
         """Index of the layer's first output that this rank computes."""
+        self.first_expert = 0
+        """Number of the layer's first expert that this rank holds, if the layer has experts"""
         self.partial = False
         """True if this rank's gradient of the outputs is only a partial sum."""
         self.microbatch = ALL
@@ -291,7 +293,12 @@ class Narrow(Multiply, ABC):
                 "run forward and backward inside kernels.draws.working_on"
             )
         outputs = range(self.first_output, self.first_output + grad.shape[-1])
-        return uniform(key_of(f"{self.layer}, {product}"), numbers, outputs).view(grad.shape)
+        if sizes is None:
+            return uniform(key_of(f"{self.layer}, {product}"), numbers, outputs).view(grad.shape)
+        # each matrix of each expert has draws of its own, or the errors of a token's gradients would add up
+        experts = range(self.first_expert, self.first_expert + len(sizes))
+        keys = [key_of(f"{self.layer}.{sizes.weight}.{expert}, {product}") for expert in experts]
+        return uniform(sizes.spread(keys, numbers), numbers, outputs)
 
     def _tokens(
         self, x: Tensor, scaling: Scaling, channels: str, *, grouped: bool = False, draws: Tensor | None = None

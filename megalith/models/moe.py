@@ -40,11 +40,11 @@ class Experts(nn.Module):
 
     def forward(self, rows: Float[Tensor, "rows dim"], sizes: Sizes) -> Float[Tensor, "rows dim"]:
         """`rows`: the first expert's rows, then the second's, and so on; `sizes`: the number of rows for each expert."""
-        up = self.multiply(rows, self.up, sizes=sizes)
+        up = self.multiply(rows, self.up, sizes=sizes.of("up"))
         inner = self.multiply.activated(
-            self.activation, None if self.gate is None else self.multiply(rows, self.gate, sizes=sizes), up
+            self.activation, None if self.gate is None else self.multiply(rows, self.gate, sizes=sizes.of("gate")), up
         )
-        return self.multiply(inner, self.down, sizes=sizes)
+        return self.multiply(inner, self.down, sizes=sizes.of("down"))
 
 
 class Pending(Protocol):

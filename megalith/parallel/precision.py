@@ -13,6 +13,7 @@ from megalith.kernels.narrow import INPUTS, OUTPUTS, TOKENS, Narrow
 from megalith.kernels.quantise import Share
 from megalith.kernels.recipes import Blockwise, Microscaled, Microscaled4, NvFp4, Rowwise, Tensorwise
 from megalith.models.linear import Linear
+from megalith.models.moe import Experts
 from megalith.parallel.groups import Groups
 from megalith.spec.numbers import PrecisionSpec
 from megalith.spec.sizes import is_packed, stays_wide
@@ -65,12 +66,14 @@ def share_maxima(
     partial: Collection[nn.Parameter],
     groups: Groups,
 ) -> None:
-    """Set, in the recipe of each layer, which outputs this rank computes and over which ranks the maximum of a tensor is taken: over tensor
-    ranks for channels that they split, and over context ranks for tokens. `placed`: the placement of each weight on the tensor axis;
-    `partial`: the weights of whose gradient each rank computes only one term."""
+    """Set, in the recipe of each layer, which outputs or experts this rank has, and over which ranks the maximum of a tensor is taken: over
+    tensor ranks for channels that they split, and over context ranks for tokens. `placed`: the placement of each weight on the tensor
+    axis; `partial`: the weights of whose gradient each rank computes only one term."""
     for layer, recipe in narrow.items():
+        if isinstance(layer, Experts):  # their tokens share no scale, and `check` keeps each whole
+            recipe.first_expert = groups.mesh.expert_coordinates(groups.rank)["expert"] * len(layer.up)
         if not isinstance(layer, Linear) or not isinstance(layer.weight, nn.Parameter):
-            continue  # experts: their tokens share no scale, and `check` keeps each whole
+            continue
         placement = placed.get(layer.weight)
         recipe.partial = layer.weight in partial
         if isinstance(placement, Shard) or layer.rows is not None:

@@ -412,6 +412,29 @@ def test_rows_of_experts_are_drawn_by_their_tokens(recipe: type[Narrow]) -> None
         assert not torch.equal(here.dgrad(grad, weight, sizes=one)[order], here.dgrad(grad[order], weight, sizes=one))
 
 
+@pytest.mark.parametrize("recipe", DRAWING)
+def test_matrices_of_experts_have_draws_of_their_own(recipe: type[Narrow]) -> None:
+    """A token that is sent to three experts has other draws at each of them, and for each of an expert's weights. A rank with the last two
+    experts has the draws of the process that has all three."""
+    here, part, grad = small(recipe, rounding="stochastic"), small(recipe, rounding="stochastic"), lively(16, 80).repeat(3, 1)
+    here.layer = part.layer = "blocks.1.mlp.experts"
+    part.first_expert = 1
+
+    def draws(of: Narrow, weight: str, counts: list[int]) -> Tensor:
+        sizes = Sizes(counts).of(weight)
+        sizes.tokens = torch.arange(16).repeat(len(counts))
+        found = of._draws(grad[: sum(counts)], "of inputs", sizes)
+        assert found is not None
+        return found
+
+    with working_on(tokens()):
+        gate, up, share = draws(here, "gate", [16] * 3), draws(here, "up", [16] * 3), draws(part, "up", [16] * 2)
+    every = [*gate.split(16), *up.split(16)]
+    for number, one in enumerate(every):
+        assert all((one == other).float().mean() < 0.01 for other in every[:number])
+    assert torch.equal(share, up[16:])
+
+
 def test_who_does_not_say_which_tokens_are_at_work_is_told_how() -> None:
     here, grad, weight = small(NvFp4, rounding="stochastic"), lively(64, 80), lively(80, 96)
     here.layer = "blocks.1.mlp.up"

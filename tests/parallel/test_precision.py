@@ -88,11 +88,15 @@ Drawn = dict[int, set[tuple[int, int]]]
 
 
 def drawn(rank: int, spec: RunSpec) -> Drawn:
-    """Return everything for which this rank draws numbers in one step."""
+    """Return everything for which this rank draws numbers in one step; it draws for nothing twice."""
     trainer, found, uniform = trainer_of(spec), defaultdict[int, set[tuple[int, int]]](set), narrow.uniform
 
-    def noted(key: int, rows: torch.Tensor, columns: range) -> torch.Tensor:
-        found[key] |= {(row, column) for row in rows.flatten().tolist() for column in columns}
+    def noted(key: int | torch.Tensor, rows: torch.Tensor, columns: range) -> torch.Tensor:
+        keys = key.tolist() if isinstance(key, torch.Tensor) else [key] * rows.numel()
+        for one, row in zip(keys, rows.flatten().tolist(), strict=True):
+            places = {(row, column) for column in columns}
+            assert not places & found[one], "weights, experts and tokens have draws of their own"
+            found[one] |= places
         return uniform(key, rows, columns)
 
     with mock.patch.object(narrow, "uniform", noted):
