@@ -49,13 +49,13 @@ class Verdicts:
 
 
 def ask(commit: str, tests: Sequence[str]) -> Verdicts:
-    """Run tests against a commit. Raises CalledProcessError if there is no such commit."""
+    """Run tests against a commit, with all cases of sampled tests. Raises CalledProcessError if there is no such commit."""
     archive = subprocess.run(["git", "archive", "--format=tar", commit], cwd=ROOT, check=True, capture_output=True).stdout
     verdicts = Verdicts()
     with tempfile.TemporaryDirectory(prefix="was-broken-") as folder:
         with tarfile.open(fileobj=io.BytesIO(archive)) as tree:
             tree.extractall(folder, filter="data")
-        os.environ["MEGALITH_TREE"] = folder
+        os.environ["MEGALITH_TREE"], os.environ["MEGALITH_FULL"] = folder, "1"  # tests/full.py
         quiet = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=no", "--no-header", "--no-summary", f"--rootdir={ROOT}"]
         pytest.main([*quiet, *tests], plugins=[verdicts])
     return verdicts

@@ -8,10 +8,15 @@ import pytest
 
 from tests.findings.product import ROOT
 
-# Tests for the tool, one for each outcome. The second one passes, and so must not count as a proof.
+# Tests for the tool, one for each outcome. The second one passes, and so must not count as a proof. The last one is sampled, and all of
+# its cases must run.
 TESTS = """
 import os
 from pathlib import Path
+
+import pytest
+
+from tests.full import sampled
 
 def test_fails():
     assert Path(os.environ["MEGALITH_TREE"], "megalith").is_dir() and 1 + 1 == 3
@@ -24,7 +29,13 @@ def test_is_late():
 
 def test_knows_no_option():
     import no_such_module
+
+@sampled(1)
+@pytest.mark.parametrize("case", [7, 8, 9])
+def test_is_sampled(case):
+    assert case < 7
 """
+HOOKS = "from tests.conftest import pytest_addoption, pytest_collection_modifyitems, pytest_configure"
 
 
 @pytest.mark.slow
@@ -34,6 +45,7 @@ def test_only_a_failed_assertion_is_a_proof(tmp_path: Path) -> None:
         pytest.skip("this tree is no clone, so no commit can be asked")
     file = tmp_path / "test_some.py"
     file.write_text(TESTS)
+    (tmp_path / "conftest.py").write_text(HOOKS)
     asked = [sys.executable, str(ROOT / "benchmarks/was_broken.py"), "HEAD", str(file)]
     done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False)
     printed = done.stdout
@@ -41,5 +53,6 @@ def test_only_a_failed_assertion_is_a_proof(tmp_path: Path) -> None:
     assert "NO PROOF    test_holds: it holds there as well" in printed
     assert "NO PROOF    test_is_late: no assertion, but in its call TimeoutError: nothing came" in printed
     assert "NO PROOF    test_knows_no_option: no assertion, but in its call ModuleNotFoundError" in printed
-    assert "1 of 4 tests failed by an assertion at HEAD" in printed
+    assert all(f"was broken  test_is_sampled[{case}]" in printed for case in (7, 8, 9)), "cases were deselected"
+    assert "4 of 7 tests failed by an assertion at HEAD" in printed
     assert done.returncode == 1
