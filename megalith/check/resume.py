@@ -73,7 +73,8 @@ def check_resume(
 ) -> list[Problem]:
     """Return the changes because of which the run `asked` cannot resume the run `saved`; empty if it can. `samples`: the number of
     samples consumed. Phases that begin at sample number `samples` or later may change; if None, no phase may change. `checkpoint`: the
-    checkpoint that describes the saved run, if the run folder's own run file does not describe it. `may`: further keys that may differ."""
+    checkpoint that describes the saved run, if the run folder's own run file does not describe it. `may`: further keys that may differ.
+    Nothing is said of values that `asked` lacks because they are invalid."""
     changes = changed_keys(saved, asked)
     reason = "the run in this folder has {}; another value would make another run"
     way_out = "Restore the value, or start another run with --run-dir."
@@ -87,7 +88,8 @@ def check_resume(
             "Restore the value, move that checkpoint away, or start another run with --run-dir (train.init_from takes the "
             "checkpoint's weights)."
         )
-        if asked.branch is not None and asked.branch.checkpoint == checkpoint:
+        branch = getattr(asked, "branch", None)  # absent if it is invalid
+        if branch is not None and getattr(branch, "checkpoint", "") == checkpoint:
             reason = f"the branch begins from {checkpoint}, which was saved by a run with {{}}"
             way_out = "Restore the value, or use train.init_from, which takes only the checkpoint's weights, instead of a branch."
         another = way_out
@@ -96,9 +98,9 @@ def check_resume(
         for name, (before, now) in changes.items()
         if not {name, name.partition(".")[0]} & {*MAY_CHANGE, *may, RAMP, DATA}
     ]
-    if not found:
-        found += _altered_phases(saved, asked, samples, way_out)
-    with suppress(AbsentError):  # values that cannot be read are changes, reported above
+    with suppress(AbsentError):  # values that cannot be read are changes, reported above, or are invalid
+        if not found:
+            found += _altered_phases(saved, asked, samples, way_out)
         found += other_sets(saved, asked.plan, "plan")
         found += _other_moments(saved, asked)
         found += _another_number(saved, asked, way_out)
@@ -107,10 +109,13 @@ def check_resume(
 
 
 def changed_keys(saved: RunSpec, asked: RunSpec) -> dict[str, tuple[Any, Any]]:
-    """Return the keys whose values differ between two runs, each with both values; None for a key that a run does not have."""
+    """Return the keys whose values differ between two runs, each with both values; None for a key that a run does not have.
+    Values that `asked` lacks because they are invalid are left out."""
     before, now = flat(saved), flat(asked)
-    same = ["train.init_from"] * is_same_start(saved.train.init_from, asked.train.init_from)
-    return {name: (before.get(name), now.get(name)) for name in differing(now, before) if name not in same}
+    names = [name for name in differing(now, before) if not _absent(asked, name)]
+    if "train.init_from" in names and is_same_start(saved.train.init_from, asked.train.init_from):
+        names.remove("train.init_from")
+    return {name: (before.get(name), now.get(name)) for name in names}
 
 
 def is_same_start(saved: str | None, asked: str | None) -> bool:
@@ -119,6 +124,19 @@ def is_same_start(saved: str | None, asked: str | None) -> bool:
     if saved is None or asked is None:
         return saved == asked
     return Path(saved).resolve().is_relative_to(Path(asked).resolve())
+
+
+def _absent(spec: RunSpec, name: str) -> bool:
+    """True if a spec lacks this value, or its table, because the user gave an invalid one."""
+    value: Any = spec
+    for part in name.split("."):
+        try:
+            value = getattr(value, part)
+        except AbsentError:
+            return True
+        except AttributeError:  # a table that is not set, or a mapping
+            return False
+    return False
 
 
 def _another_number(saved: RunSpec, asked: RunSpec, way_out: str) -> Found:

@@ -48,7 +48,7 @@ def agent(request: RunRequest, *, console: Console, machine: str | None = None) 
 
     place = environment.find(alone=True)
     runs.end_with_torchrun(place)
-    checked = runs.check(request, here="error", count=node_ranks)
+    checked = runs.check(request, here="error", count=node_ranks, resumes=True)
     spec = checked.resolved.spec
     folder = request.folder(spec)
     runs.refuse([*checked.errors, *launched_alone(spec)], checked.resolved, folder)

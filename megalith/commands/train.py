@@ -156,6 +156,7 @@ def train(
         world=place.world if place else None,
         here="error",
         count=lambda spec: place.local_world if place else all_ranks(spec),
+        resumes=True,
     )
     resolved, spec = checked.resolved, checked.resolved.spec
     folder = request.folder(spec)

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from megalith import Run
+from megalith.checkpoint import folder as checkpoints
+from megalith.checkpoint.folder import Manifest
 from megalith.machine import capacity
 from megalith.spec import files
 from tests.commands.calling import call
@@ -58,6 +60,27 @@ def test_check_reports_what_train_refuses_in_the_folder_of_a_run_that_has_begun(
     assert call("check", "run.toml", *named, "--set", "train.steps=200").exit_code == 0
     run = Run.load("run.toml", run_dir=where)
     assert [one.key for one in run.set({"optimizer.lr": 1}).check() if one.severity == "error"] == ["optimizer.lr"]
+
+
+@pytest.mark.parametrize("setting", ["plan.zero=5", "plan.zeros=1", "optimizer.eps=-1", 'branch="x"'])
+@pytest.mark.parametrize("own_file", [True, False], ids=["run file", "checkpoints alone"])
+def test_an_invalid_value_does_not_hide_what_a_resumed_run_may_not_change(own_file: bool, setting: str):
+    """Nothing is said of the invalid value but that it is invalid, although the run in the folder has another one."""
+    begun, where = files.load(Path("run.toml")), Path("runs/first")
+    path = where / "checkpoints/step-00000010"
+    path.mkdir(parents=True)
+    if own_file:
+        files.save(begun, where)
+    else:
+        checkpoints.write_manifest(path, Manifest(10, 10, {"spec": begun.spec.model_dump(mode="json")}, {}))
+    changed = ["run.toml", "--set", setting, "--set", "optimizer.lr=1"]
+    checked, trained = call("check", *changed), call("train", *changed)
+    assert checked.exit_code == trained.exit_code == 2, checked.output
+    assert checked.stderr == trained.stderr
+    errors = [
+        row["key"] for row in json.loads(call("check", *changed, "--json").stdout)["problems"] if row["severity"] == "error"
+    ]
+    assert errors == [setting.partition("=")[0], "optimizer.lr"]
 
 
 def test_check_shows_which_parameters_are_updated_in_which_way():

@@ -133,6 +133,8 @@ def test_a_run_file_names_the_cluster_of_one_site(tmp_path: Path) -> None:
     both = '[[sites.each]]\ncluster = "h100:16"\n[[sites.each]]\ncluster = "a100:16"\n'
     run.write_text(run.read_text().partition("[sites]")[0] + "[sites]\ncount = 2\n" + both)
     assert "a100:16, h100:16" in _mistakes(str(run), "--set", "step_seconds=3")["sites.each"]
+
+
 LINKED = """
 model.preset = "tiny"
 data.path = "data"

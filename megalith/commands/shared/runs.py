@@ -74,20 +74,22 @@ def check(
     look: bool = True,
     here: Severity | None = None,
     count: Callable[[RunSpec], int] = all_ranks,
+    resumes: bool = False,
 ) -> CheckResult:
     """Read a run file and find everything in it that is wrong or unwise.
 
     `world`: number of ranks that will be started, to compare with the plan. With `look`, check that files and folders that the run names
     exist; a run that resumes does not need the inputs of its first start. With `here`, also report resources that this machine lacks for
     the run's ranks (or for `count` ranks); no such problem is more severe than `here`. Raises SpecErrors, with everything that was found,
-    if the file cannot be read as a run. Imports the user's own parts that the run names.
+    if the file cannot be read as a run; with `resumes`, also with the reasons why it cannot resume the run in its folder (`differences`).
+    Imports the user's own parts that the run names.
     """
     reading = files.read(request.file, overrides=request.overrides, saved=request.saved)
     resolved = reading.resolved
     named = request.run_dir is not None or hasattr(resolved.spec, "name")
     folder = request.folder(resolved.spec) if named else None
     begun = look and folder is not None and bool(committed(of_run(folder)))
-    if begun and folder is not None and not reading.problems:
+    if begun and folder is not None:
         resolved = _with_old_defaults(resolved, folder)
     unfit, sources = admit_parts(resolved.spec, resolved.provenance)
     resolved = replace(resolved, provenance=resolved.provenance | sources)
@@ -109,6 +111,8 @@ def check(
     )
     found = sorted([*found, *short], key=lambda problem: problem.severity != "error")
     if reading.problems:
+        if resumes and named:
+            found = [*_differences_if_readable(resolved, request.folder(resolved.spec)), *found]
         known = {problem.key for problem in reading.problems}
         faulty = {_table(key) for key in known}  # a default in one may stand for what a faulty key meant
         others = (p for p in found if p.key not in known and (p.source != "default" or _table(p.key) not in faulty))
@@ -119,7 +123,7 @@ def check(
 
 def check_as_resumed(request: RunRequest, *, world: int | None = None, here: Severity | None = None) -> CheckResult:
     """Find also why the run cannot resume the run in its folder, as `train` does (see `check`, `differences`)."""
-    checked = check(request, world=world, here=here)
+    checked = check(request, world=world, here=here, resumes=True)
     more = differences(checked.resolved, request.folder(checked.resolved.spec))
     return replace(checked, problems=[*more, *checked.problems])
 
@@ -154,7 +158,7 @@ def _with_old_defaults(resolved: ResolvedRun, folder: Path) -> ResolvedRun:
         saved = files.read(folder / files.FILE, saved=True).resolved.spec
         for (table, name), value in OLD_DEFAULTS.items():
             key = f"{table}.{name}"
-            if provenance[key] == "default" and getattr(getattr(saved, table), name) == value:
+            if provenance.get(key) == "default" and getattr(getattr(saved, table), name) == value:
                 spec = spec.model_copy(update={table: getattr(spec, table).model_copy(update={name: value})})
                 provenance[key] = f"default at the time when {folder / files.FILE} was written"
     except (SpecErrors, AttributeError):  # a file that cannot be read: the comparison of the runs reports it
@@ -227,6 +231,14 @@ def _checkpoints_gone(folder: Path) -> list[Problem]:
     )
     way_out = f"Mount the file system of {where.name} or put the folder back, or start over in another run folder with --run-dir."
     return [Problem("error", str(where), None, reason, way_out)]
+
+
+def _differences_if_readable(resolved: ResolvedRun, folder: Path) -> list[Problem]:
+    """Return the `differences` of a run that has invalid values, which are left out."""
+    try:
+        return differences(resolved, folder)
+    except SpecErrors as errors:  # the saved run cannot be read
+        return errors.problems
 
 
 def _consumed(checkpoints: Sequence[Path]) -> int | None:
