@@ -8,7 +8,6 @@ controller's own state.
 
 import secrets
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from megalith.control.owner import Owner, owned
 from megalith.control.pace import Pace
 from megalith.control.policy import Decision
 from megalith.control.stop_response import Request, StopResponse, Store, print_line
-from megalith.control.stores import Stores, StoresAwayError
+from megalith.control.stores import Stores, StoresAwayError, await_list
 from megalith.control.stragglers import Stragglers
 from megalith.control.watch import Watch
 from megalith.events import EventLog, Incident, Order, Problem, Recovery, RunFinished
@@ -114,21 +113,10 @@ class Controller:
             self._log.close()
 
     def _await_store(self) -> bool:
-        """Wait until the checkpoints can be listed, because the run would otherwise start over. Return False if a stop is
-        requested during the wait. Raises OSError after `fleet.wait_limit`."""
-        until, told = time.monotonic() + self._fleet.wait_limit, False
-        while not self._requests:
-            try:
-                self._listed = self._store()
-                return True
-            except OSError as error:
-                if time.monotonic() >= until:
-                    raise
-                if not told:
-                    print(f"the checkpoints cannot be listed: {error}. Waiting for them", file=sys.stderr, flush=True)
-                told = True
-            self._pause(STORAGE_SECONDS)
-        return False
+        """Wait until the checkpoints can be listed (`stores.await_list`). Return False if a stop is requested before."""
+        if not self._requests:
+            self._listed = await_list(self._store, limit=self._fleet.wait_limit, notify=self._warn, pause=self._pause_for_storage)
+        return self._listed is not None
 
     def _generation(self, order: Start) -> None:
         self._next, self._done, self._end_now = None, -1, False
@@ -169,14 +157,17 @@ class Controller:
             sealed.check(self._job.sealed)
             self._nodes.start(generation)
 
-        def pause() -> bool:
-            if not self._requests:
-                self._pause(STORAGE_SECONDS)
-                return True
-            return False
+        return self._stores.start(start, limit=self._fleet.wait_limit, notify=self._warn, pause=self._pause_for_storage)
 
-        notify = lambda text: self._log.write(Problem("warning", text))  # noqa: E731
-        return self._stores.start(start, limit=self._fleet.wait_limit, notify=notify, pause=pause)
+    def _warn(self, text: str) -> None:
+        self._log.write(Problem("warning", text))
+
+    def _pause_for_storage(self) -> bool:
+        """Pause between two looks at storage. Return False, without a pause, if a stop is requested."""
+        if self._requests:
+            return False
+        self._pause(STORAGE_SECONDS)
+        return True
 
     def _pause(self, seconds: float) -> None:
         until = time.monotonic() + seconds

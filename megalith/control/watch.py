@@ -4,13 +4,16 @@ others are killed within seconds, because they would wait for it forever. Of all
 
 import re
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megalith import disk
 from megalith.control.outcome import Outcome
 from megalith.control.pace import Limits
 from megalith.control.stop_response import Request
+from megalith.control.stores import unlogged_retry
 from megalith.control.times import Times
 from megalith.fleet import causes, collective_progress
 from megalith.fleet.causes import Exit, Failure
@@ -74,6 +77,7 @@ class Watch:
         self._watched = 0.0  # seconds spent watching: time in which this process was stopped does not count against the ranks
         self._beats = [Beat()] * job.ranks
         self._times = Times(job.run_dir, job.ranks)
+        self._folder, self._retry_told = disk.Place(job.run_dir, existed=True), False
         self._beat_at = 0.0
         self._first_beat_at: float | None = None
         self._ready_at: float | None = None
@@ -144,6 +148,9 @@ class Watch:
             self._limits.note(beats)
             self._times.note(beats)
             self._beats, self._beat_at = beats, self._watched
+            if not self._retry_told and (words := unlogged_retry(beats, self._folder)):
+                print(words, file=sys.stderr, flush=True)
+                self._retry_told = True
         if self._first_beat_at is None and any(beat.count for beat in beats):
             self._first_beat_at = self._watched
         if self._ready_at is None and all(beat.ready or rank in self._exits for rank, beat in enumerate(beats)):

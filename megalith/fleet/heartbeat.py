@@ -16,6 +16,7 @@ from typing import Any
 
 VARIABLE = "MEGALITH_HEARTBEATS"
 READY = "ready"
+SAVES_AGAIN = "saves again within "  # beginning of the phase of a rank that waits to save the last checkpoint; the seconds follow
 SLOT_BYTES = 128  # fixed and padded: a slot may gain fields without moving the others
 _PHASE_BYTES = 32
 

@@ -14,7 +14,7 @@ from megalith.data.stream import Stream
 from megalith.events import EventLog, PhaseBegan, Problem, Skipped, Spans, Step, Validation
 from megalith.fleet import hooks
 from megalith.fleet.exit_codes import ExitCode
-from megalith.fleet.heartbeat import Heartbeat, StepMeasurement
+from megalith.fleet.heartbeat import SAVES_AGAIN, Heartbeat, StepMeasurement
 from megalith.fleet.report import report_stop
 from megalith.spec.noise import SMOOTHED
 from megalith.spec.phases import Phase, Phases
@@ -140,9 +140,9 @@ class Loop:
         if self.sites is not None and joins and not self._enter(self.sites):
             return "stopped"
         after_step(self.step)
-        if self.log and self.ended:
+        if self.ended:
             done = self.trainer.state.updates if self.sites is None else self.step
-            self.log.write(Problem("warning", nothing_left(done, steps=self.spec.train.steps)))
+            self._warn(nothing_left(done, steps=self.spec.train.steps))
         if self.ended and (joins or not self.checkpointer.holds(self.step)):
             self._save_last(patience=self.spec.fleet.wait_limit)  # a fault came in between
         while not self.ended:
@@ -398,8 +398,7 @@ class Loop:
             self.log.write(Validation(step=self.step, loss=loss, domains=domains, seconds=time.perf_counter() - began))
 
     def _save_last(self, *, patience: float) -> None:
-        """Save the last state. If saving fails, retry `patience` / AGAIN_SECONDS times, AGAIN_SECONDS after each failure. A failure on one
-        rank counts on all ranks."""
+        """Save the last state. If saving fails on any rank, all ranks retry it every AGAIN_SECONDS, for up to `patience` seconds."""
         began: float | None = None  # when it first failed
         for more in reversed(range(1 + int(patience / AGAIN_SECONDS))):
             self._save(asynchronous=False)
@@ -413,9 +412,10 @@ class Loop:
             if not more:
                 raise NotSavedError(f"the state after step {self.step} could not be saved: {failed.error}")
             if began is None:
-                began = time.monotonic()
-                words = f"saving the last checkpoint is retried up to {more} times, {AGAIN_SECONDS:g} s after each failure"
+                began, limit = time.monotonic(), f"{more * AGAIN_SECONDS:g}"
+                words = f"saving the last checkpoint is retried every {AGAIN_SECONDS:g} s, for up to {limit} s"
                 self._warn(f"{words}. Make room in {self.checkpointer.folder}, or make its file system available again")
+                self.heartbeat.beat(f"{SAVES_AGAIN}{limit}", self.step, measured=self._measured)
             time.sleep(AGAIN_SECONDS)
 
     def _warn(self, message: str) -> None:

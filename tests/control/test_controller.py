@@ -407,7 +407,12 @@ def test_a_store_that_cannot_be_listed_is_waited_for_and_later_taken_to_hold_wha
     job = Job("nobody:calls", {}, ranks=2, run_dir=tmp_path)
     controller = Controller(job, fleet=FLEET, nodes=cast(Any, nodes), store=store, requests=[])
     assert controller._await_store()
-    assert capsys.readouterr().err.count("the checkpoints cannot be listed") == 1, "it says so once"
+    said = capsys.readouterr().err
+    assert (
+        said.count("the checkpoints cannot be listed ([Errno 116] Stale file handle): waiting until they can, for at most 3600 s")
+        == 1
+    )
+    assert _told(tmp_path) == ["the checkpoints can be listed again, after 0 s"]
     assert [controller._copies() for _ in range(3)] == [(Copy(Tier.STORE, 9),)] * 3
     assert not answers
 

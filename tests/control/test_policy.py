@@ -252,11 +252,18 @@ def test_a_checkpoint_that_cannot_be_read_is_tried_again_for_as_long_as_a_node_w
         assert isinstance(order, Restart)
         tried.append((order.source.step, order.after))
         at += order.after
+        assert ("tried again for at most 20 s (fleet.wait_limit)" in decision.reason) == (order.source.step == 20)
     assert tried == [*[(20, wait) for wait in (1, 1, 2, 4, 8, 8)], (10, 0)], "and then it counts as damaged"
     last = decide(state, observations.CopyAway(time=at, tier=Tier.STORE, copy_step=10, error="EIO"), fleet=fleet)
     assert isinstance(last.commands[-1], Stop)
     assert last.commands[-1].code == ExitCode.LOST
     assert last.state.bad == ()
+
+
+def test_a_wait_for_storage_says_how_long_it_may_last() -> None:
+    away = observations.StoreAway(time=1.0, path="/data", error="gone", step=5)
+    reason = decide(START, away, fleet=FleetSpec(wait_limit=20.0)).reason
+    assert reason == "/data cannot be used at the moment: gone. The run waits for it, for at most 20 s (fleet.wait_limit)"
 
 
 def test_a_checkpoint_that_can_be_read_again_was_never_away() -> None:

@@ -13,7 +13,7 @@ from megalith.control.outcome import Outcome
 from megalith.control.pace import Limits
 from megalith.control.watch import MAX_LIMITS, Hang, Watch
 from megalith.fleet.causes import Failure
-from megalith.fleet.heartbeat import Beat
+from megalith.fleet.heartbeat import SAVES_AGAIN, Beat
 from megalith.fleet.job import Job
 
 LIMIT = 10.0
@@ -68,6 +68,33 @@ def test_a_slow_start_with_heartbeats_is_no_silence(monkeypatch: pytest.MonkeyPa
     seconds, hang = _until_a_hang(monkeypatch, lambda now: 0.0, beats)
     assert seconds == pytest.approx(LIMIT, abs=0.3)
     assert (hang.limit, hang.phase) == (LIMIT, "building") and hang.silence < 1.5
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_a_last_checkpoint_that_is_retried_is_told_at_the_terminal_if_the_log_cannot_say_so(
+    away: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if not away:
+        (tmp_path / "run").mkdir()
+
+    def beats(now: float) -> list[Beat]:
+        return [Beat(1 + int(now), now, 3, True, phase) for phase in ("last checkpoint", f"{SAVES_AGAIN}3600")]
+
+    with pytest.raises(_OverError):
+        _until_a_hang(monkeypatch, lambda now: 0.0, lambda now: beats(now) if now < 3 else _end())
+    words = (
+        f"{tmp_path / 'run'} cannot be used (No such file or directory): saving the last checkpoint is retried for up to 3600 s"
+    )
+    assert capsys.readouterr().err.splitlines() == ([words] if away else [])
+
+
+class _OverError(Exception):
+    pass
+
+
+def _end() -> list[Beat]:
+    raise _OverError
 
 
 def _seconds_until_the_rest_is_ended(

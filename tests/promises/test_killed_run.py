@@ -204,6 +204,7 @@ def test_no_room_for_the_last_checkpoint_is_waited_for(
     else:
         assert codes == [ExitCode.FINISHED] * 2
         assert sum("Make room in" in message for message in told) == 1, "said once, however often it is tried"
+        assert any("is retried every 0.05 s, for up to 3600 s. Make room" in message for message in told)
         assert any("the last checkpoint was saved" in message for message in told)
     train(_brief(data, steps=20), tmp_path / "whole")
     assert_same_bits(final_state(tmp_path / "whole"), final_state(folder))

@@ -269,7 +269,7 @@ def start(
     several times a second, `notify` with messages for the user. Raises LeaseError if this process no longer owns the folder.
     """
     from megalith.control import controller, supervisor  # numpy, which a run that is refused does not need
-    from megalith.control.owner import LeaseError
+    from megalith.control.owner import LeaseError, TakenError
 
     folder = owner.run_dir
     resolved = first_weights.pinned(resolved, folder) if entry == TRAIN else resolved
@@ -289,9 +289,17 @@ def start(
     while True:
         try:
             return controller.run_here(described, **how)
+        except TakenError:
+            raise
         except LeaseError as error:
-            print(error, file=sys.stderr, flush=True)
-            owner.regain(seconds=spec.fleet.wait_limit)
+            limit, began = spec.fleet.wait_limit, time.monotonic()
+            print(
+                f"{error}. Waiting until it can be renewed, for at most {limit:g} s (fleet.wait_limit)",
+                file=sys.stderr,
+                flush=True,
+            )
+            owner.regain(seconds=limit)
+            print(f"the lease of {folder} is renewed again, after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
 
 
 def own(folder: Path, place: "Place | None") -> "contextlib.AbstractContextManager[Owner | None]":

@@ -49,7 +49,8 @@ def copy_away(state: State, observation: observations.CopyAway, fleet: FleetSpec
         )
         return copy_corrupt(state, damaged, fleet)
     reason = (
-        f"the copy of step {observation.copy_step} in {observation.tier.value} cannot be read at the moment: {observation.error}"
+        f"the copy of step {observation.copy_step} in {observation.tier.value} cannot be read at the moment: {observation.error}. "
+        f"It is tried again for at most {fleet.wait_limit:g} s (fleet.wait_limit)"
     )
     state = replace(state, fruitless=max(0, state.fruitless - 1))
     return restart(state, [], observation, fleet, reason=reason, after=_until_tried_again(gone, fleet))
@@ -106,6 +107,7 @@ def store_away(state: State, observation: observations.StoreAway, fleet: FleetSp
             f"command again once the path can be used: the run resumes from the newest copy of its state."
         )
         return stop(state, [], ExitCode.LOST, report)
+    reason = f"{reason}. The run waits for it, for at most {fleet.wait_limit:g} s (fleet.wait_limit)"
     state = replace(state, away=since, fruitless=max(0, state.fruitless - 1))
     return restart(state, [], observation, fleet, reason=reason, after=_until_tried_again(gone, fleet))
 

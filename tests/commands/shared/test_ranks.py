@@ -1,9 +1,15 @@
 """The ranks of a command's run."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
 
 from megalith import sealed
 from megalith.commands.shared import runs
+from megalith.control import controller
+from megalith.control.owner import LeaseError, TakenError
 from megalith.spec import files
 
 
@@ -36,3 +42,32 @@ def test_ranks_get_the_digests_of_the_files_that_their_run_is_computed_from_as_t
     elsewhere = runs.directed_elsewhere(job)
     assert {Path(path).name for path in elsewhere.sealed} == {"manifest.json", "tokenizer.json", "order.txt"}
     assert elsewhere.fallback is not None and elsewhere.fallback.sealed == elsewhere.sealed
+
+
+def test_a_wait_for_the_lease_of_a_run_folder_has_a_line_at_its_beginning_and_its_end(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    answers: list[Any] = [LeaseError("the lease could not be renewed"), "finished"]
+
+    def run_here(*_: object, **__: object) -> object:
+        if isinstance(answer := answers.pop(0), Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(controller, "run_here", run_here)
+    waited: list[float] = []
+    owner = cast(Any, SimpleNamespace(run_dir=Path("x"), epoch=0, regain=lambda *, seconds: waited.append(seconds)))
+
+    def started() -> object:
+        return runs.start(files.load(run, overrides=["fleet.wait_limit=90"]), owner, runs.TRAIN, {}, recover=True)
+
+    assert started() == "finished"
+    assert waited == [90.0]
+    assert capsys.readouterr().err.splitlines() == [
+        "the lease could not be renewed. Waiting until it can be renewed, for at most 90 s (fleet.wait_limit)",
+        "the lease of x is renewed again, after 0 s",
+    ]
+    answers.append(TakenError("owned by another process"))
+    with pytest.raises(TakenError):
+        started()
+    assert waited == [90.0] and not capsys.readouterr().err, "whoever catches the error says so"
