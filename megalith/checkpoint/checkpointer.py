@@ -8,22 +8,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import save as planned_save
 
 from megalith import disk
 from megalith.checkpoint import folder as files
 from megalith.checkpoint.load import Accept, LoadResult, Wanted, Warn, load, silent, whatever
-from megalith.checkpoint.object_collectives import ObjectCollectives
 from megalith.checkpoint.shares import HeldShare, OffDeviceShare, Place, Share, can_be_written_later, owners, shares, snapshot
 from megalith.checkpoint.staging import Staging
-from megalith.checkpoint.storage import FolderWriter, SharesToWrite, WrittenFile, describe_error, save_alone
-
-T = TypeVar("T")
+from megalith.checkpoint.storage import FolderWriter, WrittenFile, describe_error, save_alone, save_together
+from megalith.exchange import ObjectCollectives
 
 ALIVE_SECONDS = 0.2  # between two signs of life of a rank that waits for a save
 
@@ -161,7 +157,9 @@ class Checkpointer:
     def holds(self, step: int) -> bool:
         """True if there is a committed checkpoint of `step`, even a damaged one."""
         name = files.name(step)
-        return self._ranks.broadcast(self._ranks.is_leader and any(path.name == name for path in files.committed(self.folder)))
+        return self._ranks.broadcast(
+            self._ranks.is_leader and any(path.name == name for path in files.committed(self.folder)), bool
+        )
 
     def steps(self) -> set[int]:
         """Return the steps whose committed checkpoints, intact or damaged, this rank can see; empty if the folder cannot be read."""
@@ -169,19 +167,6 @@ class Checkpointer:
             return {files.step_of(path) for path in files.committed(self.folder)}
         except OSError:
             return set()
-
-    def from_meta(self, what: Callable[[Mapping[str, Any]], T], *, step: int | None = None) -> T | None:
-        """Call `what` with the meta of the newest checkpoint, or of the checkpoint of `step`, and return the result on every rank; None if
-        no checkpoint can be read. Tensors are not read."""
-        self._join()
-        return self._ranks.broadcast(self._from_meta(what, step) if self._ranks.is_leader else None)
-
-    def _from_meta(self, what: Callable[[Mapping[str, Any]], T], step: int | None) -> T | None:
-        try:
-            path = files.latest(self.folder) if step is None else self.folder / files.name(step)
-            return None if path is None else what(files.read_manifest(path).meta)
-        except (OSError, files.DamagedCheckpointError):  # loading says so
-            return None
 
     def load(
         self,
@@ -198,12 +183,12 @@ class Checkpointer:
         """
         self._join()
         path = self.folder if step is None else self.folder / files.name(step)
-        if step is None and not self._ranks.broadcast(self._ranks.is_leader and self._may_hold_any()):
+        if step is None and not self._ranks.broadcast(self._ranks.is_leader and self._may_hold_any(), bool):
             return None
         try:
             return load(path, state, group=self._ranks.group, partial=partial, cast=cast, accept=accept, warn=self._warn)
         except (FileNotFoundError, files.DamagedCheckpointError) as error:  # on all ranks alike
-            if away := self._ranks.broadcast(self._place.away() if self._ranks.is_leader else ""):
+            if away := self._ranks.broadcast(self._place.away() if self._ranks.is_leader else "", str):
                 raise files.AwayError(files.away_text(path, away)) from error
             raise
 
@@ -228,8 +213,10 @@ class Checkpointer:
         held = tuple(share.held for share in found.values())
         if self._ranks.any(refused is not None or held != self._planned):
             self._planned = None
-            answers = self._ranks.gather((refused, held))
-            self._mine, problems = self._ranks.scatter(_assign(answers) if answers is not None else None)
+            answers = self._ranks.gather((refused, held), tuple[str | None, tuple[HeldShare, ...]])
+            self._mine, problems = self._ranks.scatter(
+                _assign(answers) if answers is not None else None, tuple[set[Place], list[str]]
+            )
             if problems:
                 raise ValueError("; ".join(problems))
             self._planned = held
@@ -250,7 +237,7 @@ class Checkpointer:
         def work() -> None:
             try:
                 job.written = self._write(mine, writer)
-            except (Exception, CheckpointException) as failure:  # the latter is no Exception
+            except Exception as failure:
                 job.written = self._failed(failure)
             job.ended = time.monotonic()
 
@@ -264,16 +251,7 @@ class Checkpointer:
         )
 
     def _write(self, mine: dict[str, Share], writer: FolderWriter) -> WrittenFile:
-        if self._ranks.group is None:
-            metadata = save_alone(mine, writer)
-        else:
-            metadata = planned_save(
-                mine,  # type: ignore[arg-type]
-                storage_writer=writer,
-                planner=SharesToWrite(),
-                process_group=self._ranks.group,
-            )
-        return metadata.storage_data
+        return save_alone(mine, writer) if self._ranks.group is None else save_together(mine, writer, self._ranks)
 
     def _await(self, thread: threading.Thread) -> None:
         began = time.monotonic()

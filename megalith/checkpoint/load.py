@@ -9,13 +9,11 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load as planned_load
 
 from megalith.checkpoint import folder as files
-from megalith.checkpoint.object_collectives import ObjectCollectives
 from megalith.checkpoint.shares import OffDeviceShare, Share, shares
-from megalith.checkpoint.storage import FolderReader, SharesToRead, load_alone
+from megalith.checkpoint.storage import FolderReader, describe_error, read_shares
+from megalith.exchange import ObjectCollectives
 
 Warn = Callable[[str], None]
 Accept = Callable[[Path, Mapping[str, Any]], None]
@@ -69,7 +67,7 @@ def load(
     unreadable), or MismatchError; every rank raises the same error.
     """
     ranks = ObjectCollectives(group)
-    candidates, away = ranks.broadcast(_candidates(path) if ranks.is_leader else ([], ""))
+    candidates, away = ranks.broadcast(_candidates(path) if ranks.is_leader else ([], ""), tuple[list[Path], str])
     if away:
         raise files.AwayError(files.away_text(path, away))
     if not candidates:
@@ -109,7 +107,7 @@ def _load(
     opened = _Opened(path) if ranks.is_leader else None
     try:
         said = (opened.manifest, opened.index, opened.problems, opened.away) if opened else (None, {}, [], "")
-        manifest, index, problems, away = ranks.broadcast(said)
+        manifest, index, problems, away = ranks.broadcast(said, tuple[files.Manifest | None, files.Index, list[str], str])
         if away:
             raise files.AwayError(files.away_text(path, away))
         if manifest is None or problems:
@@ -171,7 +169,7 @@ def _verify(path: Path, manifest: files.Manifest, ranks: ObjectCollectives) -> l
         found = [files.check_file(path, file, manifest.files[file]) for file in mine]
     except OSError as error:
         away = str(error)
-    answers = ranks.all_gather((found, away))
+    answers = ranks.all_gather((found, away), tuple[list[str | None], str])
     if why := next((away for _, away in answers if away), ""):
         raise files.AwayError(files.away_text(path, why))
     return [problem for problems, _ in answers for problem in problems if problem]
@@ -204,7 +202,7 @@ def _compare(
             problems.append(f"{key} has shape {entry.shape} in the checkpoint, but {share.held.shape} here")
         if entry and entry.dtype != share.held.dtype and not cast:
             problems.append(f"{key} is {entry.dtype} in the checkpoint, but {share.held.dtype} here")
-    answers = ranks.all_gather((problems, keys))
+    answers = ranks.all_gather((problems, keys), tuple[list[str], set[str]])
     found = sorted({problem for problems, _ in answers for problem in problems})
     if not partial:
         extra = set(index).difference(*(keys for _, keys in answers))
@@ -214,14 +212,19 @@ def _compare(
 
 
 def _read(reader: FolderReader, mine: dict[str, Share], ranks: ObjectCollectives) -> None:
+    """Fill this rank's shares. Raises AwayError, on every rank, if the files could not be read for now, and OSError for other failures."""
+    failure: tuple[bool, str] | None = None
     try:
-        if ranks.group is None:
-            load_alone(mine, reader)
-        else:
-            planned_load(mine, storage_reader=reader, planner=SharesToRead(), process_group=ranks.group)
-    except OSError as error:
-        raise files.AwayError(files.away_text(reader.path, str(error))) from error
-    except CheckpointException as error:  # no Exception, so a caller's `except` would miss it
-        if all(isinstance(failure, OSError) for failure, _ in error.failures.values()):
-            raise files.AwayError(files.away_text(reader.path, str(error))) from error
-        raise OSError(f"checkpoint {reader.path} could not be read: {error}") from error
+        read_shares(mine, reader)
+    except Exception as error:  # the other ranks are on their way to the exchange below: meet them there
+        if ranks.group is None and not isinstance(error, OSError):
+            raise
+        failure = isinstance(error, OSError), describe_error(error)
+    answers = ranks.all_gather(failure, tuple[bool, str] | None)
+    failures = {rank: answer for rank, answer in enumerate(answers) if answer is not None}
+    if not failures:
+        return
+    text = "; ".join(f"rank {rank}: {why}" for rank, (_, why) in failures.items())
+    if all(away for away, _ in failures.values()):
+        raise files.AwayError(files.away_text(reader.path, text))
+    raise OSError(f"checkpoint {reader.path} could not be read: {text}")

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -40,6 +40,7 @@ from megalith.checkpoint.linked import ShareLocation, link
 from megalith.checkpoint.shares import HeldShare, Share
 from megalith.checkpoint.tensors import DTYPES, TORCH_DTYPES, box
 from megalith.disk import Place
+from megalith.exchange import ObjectCollectives
 
 
 class SharesToWrite(DefaultSavePlanner):
@@ -290,7 +291,15 @@ class FolderReader(StorageReader):
         return future
 
 
-def save_alone(shares: dict[str, Share], writer: FolderWriter) -> Metadata:
+class _Written(NamedTuple):
+    """A share that a rank has written, and its location."""
+
+    key: str
+    offset: tuple[int, ...]
+    location: ShareLocation
+
+
+def save_alone(shares: dict[str, Share], writer: FolderWriter) -> WrittenFile:
     """Do what `torch.distributed.checkpoint.save` does, in one process. torch's own function warns if there are no process
     groups."""
     planner = SharesToWrite()
@@ -298,11 +307,45 @@ def save_alone(shares: dict[str, Share], writer: FolderWriter) -> Metadata:
     plans, metadata = planner.create_global_plan([planner.create_local_plan()])
     plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
     writer.finish(metadata, [writer.write_data(plan, planner).value()])
-    return metadata
+    return metadata.storage_data
 
 
-def load_alone(shares: dict[str, Share], reader: FolderReader) -> None:
-    """Do what `torch.distributed.checkpoint.load` does, in one process."""
+def save_together(shares: dict[str, Share], writer: FolderWriter, ranks: ObjectCollectives) -> WrittenFile:
+    """Do what `torch.distributed.checkpoint.save` does among all ranks, but without pickles. No two ranks may have the same share."""
+    planner, metadata = SharesToWrite(), Metadata({})
+    planner.set_up_planner(shares, is_coordinator=ranks.is_leader)  # type: ignore[arg-type]
+    plan, temporary, refused = planner.create_local_plan(), "", ""
+    tables = ranks.gather(tuple(share.held for share in shares.values()), tuple[HeldShare, ...])
+    if tables is not None:
+        try:
+            plans, metadata = planner.create_global_plan([SavePlan([*map(_write_item, table)]) for table in tables])
+            temporary = writer.prepare_global_plan(plans)[0].storage_data
+        except Exception as error:  # the other ranks wait for the name
+            refused = describe_error(error)
+    temporary, refused = ranks.broadcast((temporary, refused), tuple[str, str])
+    if refused:
+        return WrittenFile(error=refused)
+    results = writer.write_data(replace(plan, storage_data=temporary), planner).value()
+    answers = ranks.gather(_as_values(results), tuple[str, list[_Written]])
+    if answers is not None:
+        writer.finish(metadata, [_as_results(*answer, temporary) for answer in answers])
+    return ranks.broadcast(metadata.storage_data if answers is not None else WrittenFile(), WrittenFile)
+
+
+def _as_values(results: Sequence[Any]) -> tuple[str, list[_Written]]:
+    errors = [one.error for one in results if isinstance(one, WrittenFile) and one.error]
+    written = [one for one in results if isinstance(one, WriteResult)]
+    return "; ".join(errors), [_Written(one.index.fqn, tuple(one.index.offset or ()), one.storage_data[1]) for one in written]
+
+
+def _as_results(error: str, written: Sequence[_Written], temporary: str) -> list[Any]:
+    if error:
+        return [WrittenFile(error=error)]
+    return [WriteResult(MetadataIndex(one.key, one.offset), 0, (temporary, one.location)) for one in written]
+
+
+def read_shares(shares: dict[str, Share], reader: FolderReader) -> None:
+    """Do what `torch.distributed.checkpoint.load` does on one rank. Ranks do not plan together, because each reads what it holds."""
     planner = SharesToRead()
     planner.set_up_planner(shares, reader.read_metadata(), is_coordinator=True)
     reader.read_data(planner.create_local_plan(), planner)

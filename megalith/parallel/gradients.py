@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from megalith.exchange import ObjectCollectives
 from megalith.fleet.observations import NUMERICS
 from megalith.parallel.data import Weight, local
 from megalith.parallel.groups import Groups
@@ -143,8 +144,7 @@ def not_finite_elements(
     that were freed. Every rank of `world` calls this together."""
     bad = {name: int(odd_elements(_grad(p))) for name, p in parameters.items() if p.grad is not None}
     bad |= {name: int(count) for name, count in (freed or {}).items()}
-    everywhere: list[dict[str, int]] = [{} for _ in range(world.size())]
-    dist.all_gather_object(everywhere, {name: count for name, count in bad.items() if count}, group=world)
+    everywhere = ObjectCollectives(world).all_gather({name: count for name, count in bad.items() if count}, dict[str, int])
     total: dict[str, int] = {}
     for found in everywhere:
         for name, count in found.items():

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from megalith.exchange import ObjectCollectives
 from megalith.fleet.environment import Place
 from megalith.kernels.numbers import Dtypes
 from megalith.machine import parent_watch
@@ -171,8 +172,7 @@ def links(
     mine = torch.tensor([seconds, float((got != place + before).sum())], dtype=torch.float64, device=device)
     everyone = [torch.zeros_like(mine) for _ in range(world)]
     dist.all_gather(everyone, mine, group=group)
-    nodes: list[str] = [""] * world
-    dist.all_gather_object(nodes, node, group=group)
+    nodes = ObjectCollectives(group).all_gather(node, str)
     found = [
         Link(source, number, nodes[source] != nodes[number], size / float(one[0]), int(one[1]))
         for number, one in enumerate(everyone)
@@ -245,8 +245,7 @@ def check_place(place: Place, own: Sequence[Finding], *, burn_in_seconds: float,
         mine = list(own)
         if burn_in_seconds and (device.type == "cuda" or place.local_rank == 0):
             mine += [replace(one, check=f"{one.check}, {device}") for one in burn_in(device, seconds=burn_in_seconds)]
-        told: list[list[Finding]] = [[] for _ in range(place.world)]
-        dist.all_gather_object(told, [replace(one, check=f"{one.check}, {node}") for one in mine], group=world)
+        told = ObjectCollectives(world).all_gather([replace(one, check=f"{one.check}, {node}") for one in mine], list[Finding])
         found = [finding for one in told for finding in one]
         found += [*collectives(device, group=world), *links(device, group=world, node=node)]
         dist.barrier(group=world)  # a rank that leaves early fails one that still reads

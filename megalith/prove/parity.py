@@ -11,7 +11,6 @@ from dataclasses import asdict
 from functools import partial
 from math import lcm
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from megalith.checkpoint.shares import OffDeviceShare, as_tensor, shares
 from megalith.data.stream import Batch as Samples
+from megalith.exchange import ObjectCollectives, gather_tensors
 from megalith.fleet import environment
 from megalith.fleet.heartbeat import Heartbeat
 from megalith.kernels.narrow import TrackedMaxima, maxima
@@ -209,10 +209,7 @@ def _released(trainer: Trainer, samples: list[Samples], step: int) -> StepTotals
 
 
 def _noted(seen: dict[str, TrackedMaxima], trainer: Trainer) -> dict[str, TrackedMaxima]:
-    everyone: list[dict[str, TrackedMaxima]] | None = (
-        [{} for _ in range(trainer.groups.world.size())] if trainer.groups.rank == 0 else None
-    )
-    dist.gather_object(seen, everyone, group=trainer.groups.world, group_dst=0)
+    everyone = ObjectCollectives(trainer.groups.world).gather(seen, dict[str, TrackedMaxima])
     found: dict[str, TrackedMaxima] = {}
     for name, one in ((name, one) for each in everyone or () for name, one in each.items()):
         found[name] = one.joined(found.get(name))
@@ -232,33 +229,44 @@ def _all_routed(
     moes, here = trainer.routers(), trainer.groups.coordinates["data"]
     spec, order = trainer.spec, [id(batch.tokens) for batch in accumulated.batches]
     rows = indices(spec, first=0, data_rank=here)
-    mine: dict[str, list[tuple[range, list[int], Tensor, Tensor]]] = {}
+    mine: list[tuple[str, list[int], list[int]]] = []  # name, numbers of the samples, positions
+    values: list[Tensor] = []  # choices and margins of each
     for name, records in ((name, records) for found in routings for name, records in found.items()):
         spans = moes[name.removesuffix(".router")].sets.spans
-        mine[name] = [
-            (rows[order.index(id(r.batch.tokens))], [p for s in spans(r.choices.shape[1]) for p in s], r.choices, r.margins)
-            for r in records
-        ]
-    everyone: list[dict[str, Any]] | None = [{} for _ in range(trainer.groups.world.size())] if trainer.groups.rank == 0 else None
-    dist.gather_object(mine, everyone, group=trainer.groups.world, group_dst=0)
+        for r in records:
+            mine.append((name, [*rows[order.index(id(r.batch.tokens))]], [p for s in spans(r.choices.shape[1]) for p in s]))
+            values += [r.choices.cpu(), r.margins.cpu()]
     whole: dict[str, StepRouting] = {}
-    for name, parts in ((name, parts) for found in everyone or () for name, parts in found.items()):
-        for numbers, positions, choices, margins in parts:
-            if name not in whole:
-                shape = (spec.train.global_batch, spec.train.seq_len)
-                whole[name] = StepRouting(torch.full((*shape, choices.shape[-1]), -1), torch.full(shape, torch.inf))
-            for row, number in enumerate(numbers):
-                whole[name].choices[number, positions] = choices[row]
-                whole[name].margins[number, positions] = margins[row]
+    for (name, numbers, positions), (choices, margins) in _gathered(mine, values, trainer):
+        if name not in whole:
+            shape = (spec.train.global_batch, spec.train.seq_len)
+            whole[name] = StepRouting(torch.full((*shape, choices.shape[-1]), -1), torch.full(shape, torch.inf))
+        for row, number in enumerate(numbers):
+            whole[name].choices[number, positions] = choices[row]
+            whole[name].margins[number, positions] = margins[row]
     return whole
+
+
+def _gathered(
+    mine: list[tuple[str, list[int], list[int]]], values: list[Tensor], trainer: Trainer
+) -> list[tuple[tuple[str, list[int], list[int]], list[Tensor]]]:
+    """Return on the first rank all ranks' items of `mine`, each with its share of the consecutive `values`; nothing on other ranks."""
+    world = trainer.groups.world
+    items = ObjectCollectives(world).gather(mine, list[tuple[str, list[int], list[int]]])
+    tensors = gather_tensors(values, world)
+    found: list[tuple[tuple[str, list[int], list[int]], list[Tensor]]] = []
+    for some, theirs in zip(items or (), tensors or (), strict=True):
+        each = len(theirs) // max(1, len(some))
+        found += [(one, theirs[each * n : each * (n + 1)]) for n, one in enumerate(some)]
+    return found
 
 
 def _together(tensors: Mapping[str, Tensor | OffDeviceShare], trainer: Trainer) -> dict[str, Tensor]:
     """Return unsharded tensors of the whole model on the first rank. Shares whose values differ between ranks become NaN."""
-    mine = [(name, share.held.shape, share.held.offset, as_tensor(share).cpu()) for name, share in shares(tensors).items()]
-    everyone: list[Any] | None = [None] * trainer.groups.world.size() if trainer.groups.rank == 0 else None
-    dist.gather_object(mine, everyone, group=trainer.groups.world, group_dst=0)
-    return joined(share for part in everyone or () for share in part)
+    held = shares(tensors)
+    mine = [(name, list(share.held.shape), list(share.held.offset)) for name, share in held.items()]
+    found = _gathered(mine, [as_tensor(share).cpu() for share in held.values()], trainer)
+    return joined((name, tuple(shape), tuple(offset), part) for (name, shape, offset), (part,) in found)
 
 
 def joined(shares: Iterable[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]) -> dict[str, Tensor]:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from megalith.checkpoint.checkpointer import Checkpointer, SaveFailure
 from megalith.checkpoint.reports import SaveReports
 from megalith.data.stream import Stream
-from megalith.events import EventLog, PhaseBegan, Problem, Skipped, Spans, Step, Validation
+from megalith.events import EventLog, PhaseBegan, Problem, Skipped, Span, Spans, Step, Validation
+from megalith.exchange import ObjectCollectives
 from megalith.fleet import hooks
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.heartbeat import SAVES_AGAIN, Heartbeat, StepMeasurement
@@ -379,8 +380,7 @@ class Loop:
         groups = self.trainer.groups
         here = groups.coordinates
         mine = [(here["pipeline"], *span) for span in done.spans] if here["data"] == here["tensor"] == 0 else []
-        everyone: list[Any] | None = [None] * groups.world.size() if groups.rank == 0 else None
-        dist.gather_object((mine, self._collector.take()), everyone, group=groups.world, group_dst=0)
+        everyone = ObjectCollectives(groups.world).gather((mine, self._collector.take()), tuple[list[Span], float])
         step, since, self._drew = done.step + 1, done.step + 1 - self._drew, done.step + 1
         if self.log and everyone:
             spans, collecting = zip(*everyone, strict=True)

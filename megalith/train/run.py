@@ -26,6 +26,7 @@ from megalith.checkpoint.folder import FOLDER
 from megalith.data.errors import AwayDataError, DataError
 from megalith.data.tokenizer import copy as copy_tokenizer
 from megalith.events import Event, EventLog, Holding, Problem, RunFinished, RunStarted
+from megalith.exchange import ObjectCollectives
 from megalith.fleet import causes, environment, hooks, rendezvous
 from megalith.fleet.environment import Place
 from megalith.fleet.exit_codes import ExitCode
@@ -345,8 +346,7 @@ def _introduce(
     trainer: Trainer, yardstick: Yardstick, sites: Sites | None, *, resumed: int, log: EventLog | None, parts: Mapping[str, str]
 ) -> None:
     spec, groups, mine = trainer.run, trainer.groups, holding_of(trainer, sites)
-    everyone: list[Any] | None = [None] * groups.world.size() if groups.rank == 0 else None
-    dist.gather_object(mine, everyone, group=groups.world, group_dst=0)
+    everyone = ObjectCollectives(groups.world).gather(mine, Holding)
     if not log or everyone is None:
         return
     log.write(

@@ -324,7 +324,7 @@ def _left_alone(rank, folder, when):
         raise RuntimeError("Connection closed by peer")
 
     if when == "writing":
-        checkpointer_module.planned_save = closed
+        checkpointer_module.save_together = closed
     else:
         object.__setattr__(checkpointer._ranks, "any", closed)
     checkpointer.save(1, {"x": torch.arange(100)}, {})

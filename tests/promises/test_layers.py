@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2] / "megalith"
 LAYERS = {
-    "disk": 0, "epochs": 0, "own": 0, "pyramid": 0, "schedule": 0, "sealed": 0, "tagged": 0,
+    "disk": 0, "epochs": 0, "exchange": 0, "own": 0, "pyramid": 0, "schedule": 0, "sealed": 0, "tagged": 0,
     "events": 1, "spec": 1,
     "mesh": 2, "kernels": 2, "machine": 2,
     "models": 3, "data": 3, "fleet": 3,

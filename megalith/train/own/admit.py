@@ -3,13 +3,13 @@
 import hashlib
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import torch.distributed as dist
 
 from megalith import own
 from megalith.data.own import OwnStream
 from megalith.data.stream import Stream
+from megalith.exchange import ObjectCollectives
 from megalith.spec.families.own import OwnPartsSpec
 from megalith.spec.optimizers import admit as admit_optimizer
 from megalith.spec.parts import admit as admit_part
@@ -68,8 +68,7 @@ def compare_ranks(digests: Mapping[str, str], stream: Stream, *, index: int, gro
     if isinstance(stream, OwnStream):
         mine[drawn] = _digest(stream, index)
         repeats = _digest(stream, index) == mine[drawn]
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, (mine, repeats), group=group)
+    everyone = ObjectCollectives(group).all_gather((mine, repeats), tuple[dict[str, str], bool])
     if odd := [rank for rank, (_, same) in enumerate(everyone) if not same]:
         raise own.OwnPartError(f"{drawn} differs when ranks {odd} draw it again. A sample must depend only on its number")
     for what, value in mine.items():

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch.distributed as dist
 
 from megalith import own
+from megalith.exchange import ObjectCollectives
 
 CALLBACKS = "callbacks"
 """The key under which checkpoints, and copies of the state in memory, contain the callbacks' states."""
@@ -123,8 +124,8 @@ def same_on_all(callbacks: Callbacks, *, group: dist.ProcessGroup) -> dict[str, 
     differs."""
     if not callbacks:
         return {}
-    mine, everyone = callbacks.dump(), list[Any]([None] * group.size())
-    dist.all_gather_object(everyone, mine, group=group)
+    mine = callbacks.dump()
+    everyone = ObjectCollectives(group).all_gather(mine, Any)
     for name in mine:
         odd = [rank for rank, other in enumerate(everyone) if other[name] != everyone[0][name]]
         if odd:

@@ -6,13 +6,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalith.checkpoint.object_collectives import ObjectCollectives
+from megalith.exchange import ObjectCollectives
 from megalith.spec.phases import Phases
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import Fragment, sent_after
@@ -21,7 +21,7 @@ from megalith.spec.sites.late import Backlog, Taken
 from megalith.train.sites import handover, outer, pieces
 from megalith.train.sites.council import Council
 from megalith.train.sites.meeting import Beginning
-from megalith.train.sites.messages import UNKNOWN, CheckpointOffer, Difference, JoinReply
+from megalith.train.sites.messages import UNKNOWN, CheckpointOffer, Difference, JoinReply, Verdict
 from megalith.train.sites.progress import MergeResult, Midway, Progress, Round, StepShare, StopAsked
 from megalith.train.sites.reported import membership, merge_event
 from megalith.train.sites.state import NOT_SENT, OuterState
@@ -99,7 +99,7 @@ class Sites:
 
     def begin(self, cuts: Sequence[CheckpointOffer]) -> Beginning:
         """Agree with the other sites on the state from which to begin. `cuts`: this site's checkpoints, needed only on the leading rank."""
-        beginning = self._wait_for(lambda council: council.begin(cuts, WAIT_SECONDS))
+        beginning = self._wait_for(Beginning, lambda council: council.begin(cuts, WAIT_SECONDS))
         self.enters = beginning.anew
         return beginning
 
@@ -119,7 +119,7 @@ class Sites:
 
     def enter(self) -> int:
         """Join the other sites: wait for their merged weights, and return the number of steps that they have done."""
-        reply = self._wait_for(lambda council: council.join_reply(WAIT_SECONDS))
+        reply = self._wait_for(JoinReply, lambda council: council.join_reply(WAIT_SECONDS))
         handover.receive_weights(self.fragments, self.state, self._wholes, self._council)
         self.enters = False
         self.state.begin_anew()
@@ -133,19 +133,19 @@ class Sites:
         if not self._trains and self._council is not None:
             self._council.send_ready()
 
-    def _wait_for(self, ask: Callable[[Council], T | None]) -> T:
-        """Return the answer of `ask` on every rank of the site. While `ask` returns None, the leading rank calls it again, and tells all
-        ranks each time that it still waits, so that no rank times out. Raises StopAsked, on all ranks together, if a rank is asked to stop
-        meanwhile."""
+    def _wait_for(self, kind: Any, ask: Callable[[Council], T | None]) -> T:
+        """Return the answer of `ask`, of type `kind`, on every rank of the site. While `ask` returns None, the leading rank calls it again,
+        and tells all ranks each time that it still waits, so that no rank times out. Raises StopAsked, on all ranks together, if a rank is
+        asked to stop meanwhile."""
         began = time.monotonic()
-        while (found := self._tell(ask(self._council) if self._council is not None else None)) is None:
+        while (found := self._tell(ask(self._council) if self._council is not None else None, kind | None)) is None:
             self._beat()
             if self._ranks.any(self._asked() and time.monotonic() - began >= LEAVE_SECONDS):
                 raise StopAsked
         return found
 
-    def _tell(self, value: T) -> T:
-        return self._ranks.broadcast(value) if self._wholes.size > 1 else value
+    def _tell(self, value: T, kind: Any) -> T:
+        return self._ranks.broadcast(value, kind) if self._wholes.size > 1 else value
 
     # --- steps ---
 
@@ -207,7 +207,7 @@ class Sites:
         weights. Meanwhile, send the weights to sites that rejoin. Return False if a stop was requested. Raises PeerGone."""
         known = (self.progress.merges, step, self.progress.mark, self.progress.deal.members)
         try:
-            while not self._wait_for(lambda council: council.end(*known, seconds=WAIT_SECONDS)):
+            while not self._wait_for(bool, lambda council: council.end(*known, seconds=WAIT_SECONDS)):
                 self._serve(step, ())
         except StopAsked:
             return False
@@ -216,7 +216,7 @@ class Sites:
     def close(self) -> None:
         """Close the connections to the other sites, once they have received all messages. All ranks of a site call this together."""
         with suppress(StopAsked):
-            self._wait_for(lambda council: council.close(WAIT_SECONDS) or None)
+            self._wait_for(bool, lambda council: council.close(WAIT_SECONDS) or None)
 
     def _arriving(self, step: int) -> list[int]:
         return [
@@ -331,9 +331,9 @@ class Sites:
         due, deal = (progress.merges, number, sent, step), progress.deal
         staleness = self.spec.staleness if self.left else 0  # the run's final merges contain everything
         known = {"members": deal.members, "mark": progress.mark, "waiting": deal.waiting(number), "staleness": staleness}
-        verdict = self._wait_for(lambda council: council.decide(*due, **known, seconds=WAIT_SECONDS))
+        verdict = self._wait_for(Verdict, lambda council: council.decide(*due, **known, seconds=WAIT_SECONDS))
         taken = deal.taken(number, verdict.takes(deal.waiting(number)))
-        self._wait_for(lambda council: council.gather(verdict, WAIT_SECONDS) or None)
+        self._wait_for(bool, lambda council: council.gather(verdict, WAIT_SECONDS) or None)
         messages = [] if self._council is None else self._council.differences(verdict, bytes_each=fragment.bytes)
         waited = time.perf_counter() - began
         table = torch.zeros(len(taken), fragment.bytes, dtype=torch.uint8)
@@ -367,7 +367,7 @@ class Sites:
     def _serve(self, step: int, members: Collection[int]) -> None:
         """Send the merged weights to sites that ask for them and are not among `members`. All ranks of the decider take part, because the
         weights are gathered from them."""
-        asking = self._tell(self._council.asking(members) if self._council is not None else [])
+        asking = self._tell(self._council.asking(members) if self._council is not None else [], list[int])
         if not asking:
             return
         progress, state = self.progress, self.state

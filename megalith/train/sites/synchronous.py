@@ -43,7 +43,7 @@ class SynchronousSites(Sites):
         """After `step` finished steps, replace this rank's gradients of the next step, in place, by their mean over all sites. `loss`: this
         rank's part of the site's loss, which is sent with the gradients. If `exchange` raises StopAsked, the step's samples count as
         unread."""
-        self.note(sum(self._ranks.all_gather(loss)))
+        self.note(sum(self._ranks.all_gather(loss, float)))
         self._gradients = gradients
         try:
             self._send(0, step + 1)

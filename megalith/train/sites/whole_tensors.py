@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalith.checkpoint.object_collectives import ObjectCollectives
 from megalith.checkpoint.shares import HeldShare, OffDeviceShare, owners, shares
+from megalith.exchange import ObjectCollectives
 from megalith.spec.sites import Fragment
 
 
@@ -36,7 +36,7 @@ class WholeTensors:
         ranks = ObjectCollectives(group)
         self.group, self.rank, self.size = group, ranks.rank, ranks.size
         mine = {key: replace(share.held, key=key) for key, share in shares(tensors).items()}
-        table = ranks.all_gather(tuple(mine.values()))
+        table = ranks.all_gather(tuple(mine.values()), tuple[HeldShare, ...])
         owned, problems = owners(table)
         if problems:
             raise ValueError("; ".join(problems))

@@ -13,15 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megalith.checkpoint.checkpointer import Checkpointer
 from megalith.checkpoint.memory import CopyError, Memory
 from megalith.data.stream import Batch as Samples
 from megalith.events import Event, Lowered, Rewound
+from megalith.exchange import ObjectCollectives
 from megalith.fleet.observations import CopyCorrupt
 from megalith.fleet.tiers import Tier
 from megalith.schedule.action import parts
@@ -152,9 +151,9 @@ class Healer:
         """Add the losses of all samples of the step, gathered from all ranks. Ranks that share a sequence have parts of its loss; different
         data ranks have different samples."""
         numbers = [number for run in self.data.mine(step) for number in run]
-        everyone: list[Any] = [None] * self.trainer.groups.world.size()
         told = len(mine) == len(numbers) and self.trainer.groups.coordinates["tensor"] == 0 and self._in_order()
-        dist.all_gather_object(everyone, list(zip(numbers, mine, strict=True)) if told else [], group=self.trainer.groups.world)
+        pairs = list(zip(numbers, mine, strict=True)) if told else []
+        everyone = ObjectCollectives(self.trainer.groups.world).all_gather(pairs, list[tuple[int, tuple[float, int]]])
         sums = dict[int, tuple[float, int]]()
         for number, (loss, targets) in (pair for part in everyone for pair in part):
             before = sums.get(number, (0.0, 0))
@@ -191,9 +190,8 @@ class Healer:
 
     def target(self, at_most: int) -> Target | None:
         """Return the newest good copy of step `at_most` or earlier: one that all ranks have in memory, or a checkpoint."""
-        in_memory: list[Any] = [None] * self.trainer.groups.world.size()
         mine = (self.memory.steps() if self.memory else set[int](), self.checkpointer.steps() if self._leads else set[int]())
-        dist.all_gather_object(in_memory, mine, group=self.trainer.groups.world)
+        in_memory = ObjectCollectives(self.trainer.groups.world).all_gather(mine, tuple[set[int], set[int]])
         history = self.trainer.state.history
         held = {Tier.MEMORY: set.intersection(*(memory for memory, _ in in_memory)), Tier.STORE: in_memory[0][1]}
         usable = [
