@@ -93,7 +93,7 @@ def serve_node(host: Host, place: Place | None) -> int:
             f"no rendezvous address is set. Start this command with torchrun or srun, or set RANK, WORLD_SIZE, MASTER_ADDR and "
             f"MASTER_PORT (rank 0 directs the run), or set {MEETING}=tcp://HOST:PORT to join a run in progress"
         )
-    _take_key(host, place.store, alone=place.world == 1)
+    _take_key(host, place.store, alone=place.local_world == place.world)
     os.environ[MEETING] = meeting = _agree(place, "", seconds=host.job.start_timeout)  # if this process is started again
     return _serve(host, meeting, order=place.rank, cut_off=_begin_anew)
 
@@ -106,8 +106,15 @@ def open_data(spec: RunSpec) -> object:
 
 def _take_key(host: Host, address: str, *, alone: bool = False) -> Key:
     """Find the run's key and put it into this process's environment, for its child processes and for a new agent that replaces it. If all
-    processes are on one machine and no key exists, create one. Raises NoKey."""
-    found = (key.of_run if alone or _is_loopback(address) else key.shared)(host.job.run_dir)
+    processes are on one machine (`alone`, or by the loopback address) and no key exists, create one: the first process makes the file
+    atomically, and the others read it. A key that protects an address which other machines reach must be secret in any case. Raises
+    NoKey."""
+    if _is_loopback(address):
+        found = key.of_run(host.job.run_dir)
+    else:
+        if alone and key.given() is None:
+            key.make(host.job.run_dir)
+        found = key.shared(host.job.run_dir)
     os.environ |= found.variables
     return found
 
@@ -136,7 +143,7 @@ def direct(
     nodes join, NoKey if a run on several machines has no key, OSError if the address is unusable, and LeaseError if this process no longer
     owns the folder.
     """
-    known = _take_key(host, place.store, alone=place.world == 1)
+    known = _take_key(host, place.store, alone=place.local_world == place.world)
     address, _, port = place.store.rpartition(":")
     server = listen(address.partition("://")[2], 0 if place.engine_serves else int(port))
     meeting = f"{address}:{server.getsockname()[1]}"

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 import pytest
 
@@ -118,6 +118,30 @@ def test_agents_of_one_machine_make_a_key_without_a_word(
     assert agents._take_key(_host(tmp_path), "tcp://10.1.2.3:1") == first, "handed on by the environment"
     assert capsys.readouterr() == ("", "")
     assert stat.S_IMODE(key.path_in(tmp_path).stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("kind", ["torchrun", "slurm"])
+def test_agents_that_a_launcher_starts_on_one_machine_make_a_key_whatever_the_machine_is_called(
+    kind: Literal["torchrun", "slurm"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Other machines may reach the address, so the key must be as secret as that of several machines."""
+    monkeypatch.setattr(agents, "_agree", lambda place, meeting, seconds: place.store)
+    monkeypatch.setattr(agents, "_serve", lambda host, meeting, order, cut_off: 0)
+
+    def taken(rank: int, local_world: int = 2) -> str:
+        monkeypatch.delenv(key.VARIABLE, raising=False)
+        monkeypatch.delenv(MEETING, raising=False)
+        serve_node(_host(tmp_path), Place(rank, 2, rank % local_world, local_world, kind, "tcp://node7:29500", None))
+        return os.environ[key.VARIABLE]
+
+    with pytest.raises(NoKey):
+        taken(1, local_world=1)
+    assert taken(1) == taken(0) == key.path_in(tmp_path).read_text().strip()
+    assert capsys.readouterr() == ("", "")
+    assert stat.S_IMODE(key.path_in(tmp_path).stat().st_mode) == 0o600
+    key.path_in(tmp_path).chmod(0o644)
+    with pytest.raises(NoKey, match="mode 0644"):
+        taken(1)
 
 
 def test_ranks_talk_over_the_interface_that_reaches_the_store() -> None:
