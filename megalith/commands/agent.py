@@ -51,7 +51,7 @@ def agent(request: RunRequest, *, console: Console, machine: str | None = None) 
     checked = runs.check(request, here="error", count=node_ranks, resumes=True)
     spec = checked.resolved.spec
     folder = request.folder(spec)
-    runs.refuse([*checked.errors, *launched_alone(spec)], checked.resolved, folder)
+    runs.refuse([*checked.errors, *launched_alone(spec)], checked.resolved, folder, here=checked.here)
     runs.print_advice(checked)
     directs = agents.directs(place)
     resolved = first_weights.pinned(checked.resolved, folder) if directs else checked.resolved
@@ -70,7 +70,7 @@ def agent(request: RunRequest, *, console: Console, machine: str | None = None) 
         runs.admit(spec, folder)
         runs.print_start_over(resolved, folder)
         files.save(resolved, folder, origin())
-        with followed(folder, spec, console, errors=False) as (live_line, tick):
+        with followed(folder, spec, console, errors=lambda rank: False) as (live_line, tick):
             store = runs.store_of(owner)
             outcome = agents.direct(host, place, owner=owner, checkpoints=store, tick=tick, notify=live_line.print_line)
     return ended(folder, outcome.code, outcome.message(), live_line)

@@ -160,7 +160,7 @@ def train(
     )
     resolved, spec = checked.resolved, checked.resolved.spec
     folder = request.folder(spec)
-    runs.refuse(checked.errors, resolved, folder)
+    runs.refuse(checked.errors, resolved, folder, here=checked.here)
     arguments = {"run_dir": str(folder.resolve())} | ({"profile": profile} if profile else {})
     with runs.own(folder, place) as owner:
         runs.refuse(runs.differences(resolved, folder))
@@ -193,7 +193,9 @@ def _followed(
     from megalith.commands.shared import runs
 
     folder = owner.run_dir
-    with followed(folder, resolved.spec, console, errors=place is not None, watch=watch, on_event=on_event) as (live_line, tick):
+    here = range(place.local_world) if place is not None else ()
+    errors = lambda rank: place is not None and rank not in here  # noqa: E731  # others print their own errors here
+    with followed(folder, resolved.spec, console, errors=errors, watch=watch, on_event=on_event) as (live_line, tick):
         if place is None:
 
             def tick_and_look() -> None:
@@ -217,13 +219,14 @@ def followed(
     spec: "RunSpec",
     console: Console,
     *,
-    errors: bool,
+    errors: Callable[[int | None], bool],
     watch: bool = False,
     on_event: "Callable[[Event], None] | None" = None,
 ) -> "Iterator[tuple[LiveLine, Callable[[], None]]]":
     """Show a run's progress on `console`, and feed its log to alerts, other tools and, with `watch`, the live page.
 
-    Yields the live status line, and a function that must be called often while the run trains. `errors`: show the errors that ranks log.
+    Yields the live status line, and a function that must be called often while the run trains. `errors` tells of which ranks logged errors
+    are shown.
     """
     from megalith.report.live import LiveLine  # drawing, for the one process that people watch
     from megalith.watch.helpers import WatchHelpers

@@ -1,11 +1,12 @@
 """The outcome of a run, as a value and as text for a person."""
 
 import re
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megalith.fleet.causes import Exit, Failure
+from megalith.fleet.causes import Exit, Failure, RankError
 from megalith.fleet.exit_codes import ORDERLY, ExitCode
 from megalith.fleet.report import Reported
 
@@ -109,6 +110,15 @@ def _place(cause: Failure) -> list[str]:
     lines = [_cut(line) for line in cause.traceback.splitlines() if line.strip()]
     kept = lines[:EVIDENCE_LINES] if "most recent call first" in cause.traceback else lines[-EVIDENCE_LINES:]
     return [f"  {line.strip()}" for line in kept]
+
+
+def in_words(error: BaseException, rank: int) -> list[str]:
+    """Return the exception that ends a rank of another launcher as at most MAX_LINES lines."""
+    kind, text = type(error), "".join(traceback.format_exception(error))
+    name = kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    line = RankError(name, str(error), text, 0.0, "").line
+    cause = Failure(rank, "failed", line, text, Path(), 0.0, ExitCode.FAILED)
+    return [f"{cause.name} failed", *_error(cause), *_place(cause)]
 
 
 def without_ranks(code: int, *, report: str = "") -> Outcome:

@@ -36,8 +36,8 @@ class LiveLine:
     """Shows a run's progress, from the events that are logged after this object was created.
 
     On a terminal, the display is one line, redrawn at each `poll`, with problems and validations above it. Elsewhere, a plain
-    line is printed at the first step, then every `seconds` seconds, and for the last step when the display is closed. `errors`:
-    also show the errors that ranks log; False suits commands that print the cause of a failure at their end.
+    line is printed at the first step, then every `seconds` seconds, and for the last step when the display is closed. `errors`
+    tells of which ranks logged errors are shown too: of none suits commands that print the cause of a failure at their end.
 
     No method raises an exception, because the display must not end the training. `failed`: the first error of the display itself.
     `on_event` is called with each event until it raises an exception, which is then in `raised`.
@@ -50,7 +50,7 @@ class LiveLine:
         console: Console,
         *,
         seconds: float = 10.0,
-        errors: bool = True,
+        errors: Callable[[int | None], bool] = lambda rank: True,
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
         self._path = epochs.newest(run_dir, events.FILE)
@@ -66,6 +66,7 @@ class LiveLine:
         self._recent: deque[Step] = deque(maxlen=pace.RECENT)  # since the newest start
         self._said: tuple[int, float] | None = None  # the step of the last plain line, and when it was written
         self._reason = ""  # of the last incident
+        self._told = set[str]()  # the errors of ranks that were shown, or are shown elsewhere
         self._live: Live | None = None
         self._progress = Progress(BarColumn(bar_width=24), TextColumn("{task.description}"), console=console, auto_refresh=False)
         self._task: TaskID | None = None
@@ -166,9 +167,10 @@ class LiveLine:
                 pass
             case Skipped() | Spike() | Rewound() | Lowered() | PrecisionWatched() | ReleasePaused():
                 self._print(Text.assemble(("warning", "yellow"), f": {event.words}"))
-            case Problem(severity="error") if not self._errors:
-                pass
+            case Problem(severity="error") if event.message in self._told or not self._errors(event.rank):
+                self._told.add(event.message)
             case Problem():
+                self._told |= {event.message} if event.severity == "error" else set()
                 where = f" (rank {event.rank})" if event.rank is not None else ""
                 colour = "red" if event.severity == "error" else "yellow"
                 first, more, _ = event.message.partition("\n")

@@ -32,11 +32,12 @@ class Problem:
 
 
 class SpecErrors(Exception):  # noqa: N818  # it holds several errors, and says so
-    """Every problem found in a specification, not only the first."""
+    """Every problem found in a specification, not only the first. `here`: True if some are of this machine, so that other machines may not
+    have them."""
 
-    def __init__(self, problems: Sequence[Problem]) -> None:
+    def __init__(self, problems: Sequence[Problem], *, here: bool = False) -> None:
         super().__init__("\n".join(map(str, problems)))
-        self.problems = list(problems)
+        self.problems, self.here = list(problems), here
 
 
 def near(word: str, known: Iterable[str], *, alike: float = 0.6) -> str | None:

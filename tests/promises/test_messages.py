@@ -4,11 +4,13 @@ after a success."""
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -54,11 +56,13 @@ def start(run_file: Path, tmp_path: Path) -> Iterator[Start]:
     """Start `megalith train` in `tmp_path / "run"`, with faults."""
     started = list[subprocess.Popen[str]]()
 
-    def begin(*settings: str, faults: list[Injection] | None = None) -> "subprocess.Popen[str]":
+    def begin(
+        *settings: str, faults: list[Injection] | None = None, variables: Mapping[str, str] = MappingProxyType({})
+    ) -> "subprocess.Popen[str]":
         injection.save(tmp_path / "faults.json", faults or [])
         words = [word for setting in settings for word in ("--set", setting)]
         command = [sys.executable, "-m", "megalith.cli", "train", str(run_file), "--run-dir", str(tmp_path / "run"), *words]
-        environment = os.environ | {injection.VARIABLE: str(tmp_path / "faults.json")}
+        environment = os.environ | {injection.VARIABLE: str(tmp_path / "faults.json")} | variables
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
         started.append(process)
         return process
@@ -160,3 +164,18 @@ def test_ctrl_c_is_answered_at_once_with_what_a_second_one_loses(start: Start, t
 
 def _done(folder: Path) -> int:
     return max((event.step for event in of_kind(read(folder), Step)), default=0)
+
+
+def test_under_another_launcher_one_rank_says_why_the_run_failed(start: Start) -> None:
+    """All ranks find the same error."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
+    places = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"} for rank in range(2)]
+    ranks = [start("plan.data=2", "optimizer.lr=1e30", variables=meeting | place) for place in places]
+    said = [line for rank in ranks for line in _said(rank)]
+    assert [rank.returncode for rank in ranks] == [1, 1]
+    assert len([line for line in said if "NaN or Inf in gradients" in line]) == 1
+    assert len([line for line in said if re.fullmatch(r"rank \d ends: NotFinite: another rank has the same error", line)]) == 1
+    assert not [line for line in said if "Traceback" in line]
+    begun = next(number for number, line in enumerate(said) if re.fullmatch(r"rank \d failed", line))
+    assert "NaN or Inf" in said[begun + 1] and "MEGALITH_TRACEBACK=1" in "".join(said[begun : begun + 10])

@@ -163,7 +163,7 @@ def _incident(number: int, reason: str, command: str) -> events.Incident:
 
 def test_an_incident_is_said_in_a_line_and_once_and_what_ends_the_run_is_left_to_the_end(tmp_path, log):
     shown = console(terminal=False)
-    with LiveLine(tmp_path, 5, shown, errors=False) as follow:
+    with LiveLine(tmp_path, 5, shown, errors=lambda rank: False) as follow:
         log.write(events.Problem("error", "RuntimeError: Connection closed by peer\nframe #0", 0))
         log.write(_incident(1, "rank 1 on 0: ValueError: wrong\nand more", "restart"))
         log.write(_incident(2, "rank 1 on 0: ValueError: wrong, again at step 3\nand more", "restart"))
@@ -181,8 +181,17 @@ def test_an_incident_is_said_in_a_line_and_once_and_what_ends_the_run_is_left_to
 def test_under_another_launcher_errors_of_ranks_are_said_in_a_line(tmp_path, log):
     shown = console(terminal=False)
     with LiveLine(tmp_path, 5, shown):
-        log.write(events.Problem("error", "RuntimeError: Connection closed by peer\nframe #0", 3))
-    assert text(shown) == "error: RuntimeError: Connection closed by peer … (rank 3)\n"
+        for rank in (3, 4):
+            log.write(events.Problem("error", "RuntimeError: Connection closed by peer\nframe #0", rank))
+    assert text(shown) == "error: RuntimeError: Connection closed by peer … (rank 3)\n", "once"
+
+
+def test_errors_that_ranks_of_this_machine_print_themselves_are_not_said_again(tmp_path, log):
+    shown = console(terminal=False)
+    with LiveLine(tmp_path, 5, shown, errors=lambda rank: rank not in range(2)):
+        for rank, message in ((1, "NotFinite: step 2"), (3, "NotFinite: step 2"), (2, "ValueError: wrong")):
+            log.write(events.Problem("error", message, rank))
+    assert text(shown) == "error: ValueError: wrong (rank 2)\n"
 
 
 def test_the_remaining_time_counts_what_lies_between_steps(tmp_path, log):

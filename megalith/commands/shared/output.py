@@ -21,14 +21,16 @@ from megalith.report import units
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from megalith.spec.problem import Problem
+    from megalith.fleet.environment import Place
+    from megalith.spec.problem import Problem, SpecErrors
 
 BAD_SPECIFICATION, LOST = 2, 71  # as in fleet.exit_codes
 
 
 @contextmanager
 def readable_errors(*, as_json: bool) -> Iterator[None]:
-    """On an error that a user can correct, print it without a traceback and exit. Errors of the program itself keep their traceback."""
+    """On an error that a user can correct, print it without a traceback and exit. Errors of the program itself keep their traceback; a rank
+    that torchrun or srun started prints only the place."""
     try:
         yield
     except (OSError, ValueError, RuntimeError) as error:
@@ -43,9 +45,40 @@ def readable_errors(*, as_json: bool) -> Iterator[None]:
         from megalith.spec.problem import SpecErrors  # specifications take 0.2 s to import
 
         if not isinstance(error, SpecErrors):
-            raise
-        print_problems(error.problems, as_json=as_json)
+            if as_json or _place() is None or os.environ.get("MEGALITH_TRACEBACK"):
+                raise
+            _print_of_rank(error)
+            raise typer.Exit(1) from error
+        if not as_json and (rank := _repeats(error)):
+            print(f"rank {rank} ends: the run has problems, which another rank lists", file=sys.stderr, flush=True)
+        else:
+            print_problems(error.problems, as_json=as_json)
         raise typer.Exit(BAD_SPECIFICATION) from error
+
+
+def _repeats(error: "SpecErrors") -> int:
+    """Return the rank of this process if torchrun or srun started it and another process lists the same problems: the first rank or, for
+    problems of this machine, the machine's first rank. Otherwise return 0."""
+    place = _place()
+    return 0 if place is None or (error.here and place.local_rank == 0) else place.rank
+
+
+def _place() -> "Place | None":
+    """Return the place of this process if torchrun or srun started it as one of several."""
+    from megalith.fleet import environment
+
+    try:
+        return environment.find()
+    except ValueError:  # of the environment itself
+        return None
+
+
+def _print_of_rank(error: Exception) -> None:
+    from megalith.control.outcome import in_words
+
+    place = _place()
+    print("\n".join(in_words(error, place.rank if place else 0)), file=sys.stderr)
+    print("MEGALITH_TRACEBACK=1 in the environment shows the whole traceback.", file=sys.stderr, flush=True)
 
 
 @contextmanager

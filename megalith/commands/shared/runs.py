@@ -116,7 +116,7 @@ def check(
         known = {problem.key for problem in reading.problems}
         faulty = {_table(key) for key in known}  # a default in one may stand for what a faulty key meant
         others = (p for p in found if p.key not in known and (p.source != "default" or _table(p.key) not in faulty))
-        raise SpecErrors([*reading.problems, *others])
+        raise SpecErrors([*reading.problems, *others], here=any(problem.severity == "error" for problem in short))
     checked = CheckResult(resolved, found, tuple(short))
     return checked if checked.errors else replace(checked, resolved=_decided(resolved))
 
@@ -170,12 +170,18 @@ def _table(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def refuse(problems: Sequence[Problem], resolved: ResolvedRun | None = None, folder: Path | None = None) -> None:
+def refuse(
+    problems: Sequence[Problem],
+    resolved: ResolvedRun | None = None,
+    folder: Path | None = None,
+    *,
+    here: Sequence[Problem] = (),
+) -> None:
     """Raise SpecErrors if there are problems. With `resolved` and `folder`, add the reasons why run `resolved` cannot resume the run in
-    `folder`."""
+    `folder`. `here`: problems of this machine, which may be among `problems`."""
     if problems:
         more = differences(resolved, folder) if resolved is not None and folder is not None else []
-        raise SpecErrors([*problems, *more])
+        raise SpecErrors([*problems, *more], here=any(problem in here for problem in problems))
 
 
 def print_advice(checked: CheckResult) -> None:
@@ -322,7 +328,7 @@ def join(
     resolved: ResolvedRun, folder: Path, place: "Place", entry: str, arguments: dict[str, Any], *, owner: "Owner | None" = None
 ) -> int:
     """Run as the rank that torchrun or Slurm started, and return the exit status. Raises the rank's exception if a restart would not
-    help.
+    help; of several ranks with the same exception, one raises it, and the others print a line.
 
     `owner`: rank 0 as the owner of the run folder; None on other ranks.
     """
@@ -340,20 +346,35 @@ def join(
     except SystemExit as end:  # a rank that was asked to stop ends so, once the state is saved
         return int(end.code or 0)
     except Exception as error:
-        if (status := causes.status(error)) == ExitCode.FAILED:
+        if (status := causes.status(error)) == ExitCode.FAILED and _first_to_say(error, folder, place):
             raise
-        _say_in_a_line(error, place)
+        _say_in_a_line(error, place, repeats=status == ExitCode.FAILED)
         return status
     return 0
 
 
-def _say_in_a_line(error: Exception, place: "Place") -> None:
-    """Print in one line why this rank ends. The rank lost a peer or has reported a fault, so its own stack trace would only distract from
-    the cause."""
+def _first_to_say(error: Exception, folder: Path, place: "Place") -> bool:
+    """True unless another rank has logged the same error before this one did, since this process began. Each rank appends its error to the
+    log before it ends, so the log has one order for all."""
+    import psutil
+
+    from megalith import events
+
+    text, began = f"{type(error).__name__}: {error}", psutil.Process().create_time()
+    said: list[int | None] = []
+    with disk.if_available():
+        logged = (event for event in events.read(folder) if isinstance(event, events.Problem) and event.severity == "error")
+        said += [event.rank for event in logged if event.message == text and event.time >= began]
+    return not said or said[0] == place.rank
+
+
+def _say_in_a_line(error: Exception, place: "Place", *, repeats: bool) -> None:
+    """Print in one line why this rank ends. The rank lost a peer, has reported a fault, or repeats another rank's error, so its own stack
+    trace would only distract from the cause."""
     if os.environ.get("MEGALITH_TRACEBACK"):
         traceback.print_exc()
     else:
-        first = str(error).strip().partition("\n")[0]
+        first = "another rank has the same error" if repeats else str(error).strip().partition("\n")[0]
         print(f"rank {place.rank} ends: {type(error).__name__}: {first}", file=sys.stderr, flush=True)
 
 

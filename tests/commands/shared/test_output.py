@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from megalith.commands import report, train
-from megalith.commands.shared.output import print_json, print_problems
-from megalith.spec.problem import Problem
+from megalith.commands.shared.output import print_json, print_problems, readable_errors
+from megalith.spec.problem import Problem, SpecErrors
 from tests.commands.calling import call
 
 
@@ -121,3 +122,36 @@ def test_a_name_of_a_hub_is_told_to_be_downloaded_first():
     assert result.exit_code == 1
     assert "hf download Qwen/Qwen3-0.6B --local-dir FOLDER" in result.stderr
     assert "hf download" not in call("import", "nowhere", "--out", "there").stderr
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "here", "lists"), [(0, 0, False, True), (3, 1, False, False), (2, 0, True, True), (3, 1, True, False)]
+)
+def test_of_all_ranks_that_a_launcher_started_one_lists_the_problems(
+    rank: int, local_rank: int, here: bool, lists: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Problems of a machine are listed by the machine's first rank, since the run's first rank may be on another machine."""
+    _launched(monkeypatch, RANK=rank, WORLD_SIZE=4, LOCAL_RANK=local_rank, LOCAL_WORLD_SIZE=2)
+    with pytest.raises(typer.Exit) as end, readable_errors(as_json=False):
+        raise SpecErrors([Problem("error", "plan.zero", 9, "it must be 3 or less", "Use 3.")], here=here)
+    assert end.value.exit_code == 2
+    said = capsys.readouterr().err
+    assert ("it must be 3 or less" in said) == lists
+    assert lists or said == f"rank {rank} ends: the run has problems, which another rank lists\n"
+
+
+def test_a_rank_of_another_launcher_fails_in_few_lines_with_the_place(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _launched(monkeypatch, RANK=1, WORLD_SIZE=2)
+    with pytest.raises(typer.Exit) as end, readable_errors(as_json=False):
+        raise ArithmeticError("\n".join(["step 2: not finite", *map(str, range(100))]))
+    assert end.value.exit_code == 1
+    first, cause, *rest = capsys.readouterr().err.splitlines()
+    assert (first, cause) == ("rank 1 failed", "ArithmeticError: step 2: not finite")
+    assert len(rest) <= 8 and "Traceback" not in rest and any("test_output.py" in line for line in rest)
+
+
+def _launched(monkeypatch: pytest.MonkeyPatch, **variables: int) -> None:
+    for name, value in {"MASTER_ADDR": "h", "MASTER_PORT": 1, **variables}.items():
+        monkeypatch.setenv(name, str(value))
