@@ -5,9 +5,12 @@ import os
 import re
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ import torch
 
 from megalith.checkpoint.folder import find
 from megalith.events import Holding, Merge, Problem, RunStarted, Step, Validation, of_kind, read
+from megalith.fleet.secure.session import GREETING_BYTES, ClientHandshake
 from megalith.parallel.data import local
 from megalith.prove.site_merges import Reference
 from megalith.report.history import history
@@ -32,7 +36,7 @@ from megalith.train.step import train_step
 from megalith.train.stream import open_stream
 from tests.fleet.conftest import until
 from tests.full import only_full, sampled
-from tests.keys import GIVEN
+from tests.keys import GIVEN, OTHER_KEY
 from tests.patience import PATIENCE
 from tests.ranks import everyone, run_ranks
 from tests.runs import (
@@ -500,6 +504,29 @@ def test_a_site_that_never_comes_back_loses_no_sample(data: Path, tmp_path: Path
     last = position(folder)["step"]
     assert last > 12, "one site alone needs more steps"
     assert history(folder).total_steps == last and all(one.step <= 12 + one.left_out for one in of_kind(read(folder), Step))
+
+
+def _attack(folder: Path) -> None:
+    """Connect to the port of the site in a folder as strangers do: with garbage, with a frame of huge length, and with another key."""
+    host, _, port = (folder / "site.address").read_text().rpartition(":")
+    for data in (b"garbage" * 1000, struct.pack(">IQ", 2**32 - 1, 1) + bytes(1000), b""):
+        with suppress(ConnectionError), socket.create_connection((host, int(port)), timeout=PATIENCE) as stranger:
+            if not data:
+                greeting = stranger.recv(GREETING_BYTES, socket.MSG_WAITALL)
+                data = ClientHandshake(OTHER_KEY, greeting).proof
+            stranger.sendall(data)
+            while stranger.recv(1 << 16):
+                pass  # until the site closes the connection
+
+
+def test_strangers_change_no_bit_and_are_counted(data: Path, whole: Path, tmp_path: Path) -> None:
+    """They come in the middle of training. No other process of the run notices them."""
+    folder = tmp_path / "run"
+    with when("step", 4, site=0, act=partial(_attack, folder)):
+        assert_same_bits(_train(_spec(data, STREAMING), folder), final_state(whole))
+    said = [one.message for one in of_kind(read(folder), Problem) if one.severity == "warning" and "run's key" in one.message]
+    assert sum(int(re.search(r"closed (\d+) connections", text)[1]) for text in said) == 3  # type: ignore[index]
+    assert not [one for one in of_kind(read(whole), Problem) if "run's key" in one.message]
 
 
 def _ledger(spec: RunSpec, folder: Path) -> list[int]:

@@ -101,6 +101,7 @@ class Council(SiteMessenger):
 
     def post(self, difference: Difference) -> None:
         """Send this site's weight difference to all other sites."""
+        self.listen()  # a site that has just connected would get the difference twice: now, and when it is greeted
         self._post(self._differences.send(difference, self.line))
 
     def decide(

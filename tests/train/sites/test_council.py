@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -197,6 +197,26 @@ def test_a_late_difference_is_from_the_weights_of_its_own_step() -> None:
     assert verdict.newest == {0: 8, 1: 8, 2: 8}
     with pytest.raises(UnequalWeightsError, match=r"at merge 1, .* to step 4 differ: .*000a on site 0; .*000b on site 2"):
         councils[0].differences(verdict, bytes_each=7)
+
+
+def test_a_difference_is_sent_once_to_a_site_that_connects_just_before_it() -> None:
+    hub = Hub()
+    councils = _all(hub)
+    hub.cut([0], [2])
+    hub.mend()
+    sent = [message for message in _sent(councils[0], lambda: councils[0].post(_difference(4))) if message[0] in (None, 2)]
+    assert [kind for _, kind in sent if kind == b"d"] == [b"d"]
+
+
+def _sent(council: Council, act: Callable[[], object]) -> list[tuple[int | None, bytes]]:
+    """Return the recipient and the kind of every message that a site sends while `act` and its next turn run."""
+    wire, found = council._wire, list[tuple[int | None, bytes]]()
+    assert isinstance(wire, Wire)
+    send = wire.send
+    wire.send = lambda message, to=None: (found.append((to, message[:1])), send(message, to))[1]  # type: ignore[method-assign]
+    act()
+    council.listen()
+    return found
 
 
 def test_a_late_site_is_waited_for_once_it_may_miss_no_merge() -> None:
