@@ -57,6 +57,7 @@ from megalith.train.guard import StateGuard
 from megalith.train.loop import Loop
 from megalith.train.measure.peak import Yardstick, yardstick_of
 from megalith.train.measure.profiler import Profile, idle_profile
+from megalith.train.offload.home import Disk
 from megalith.train.own.admit import admit, changes, compare_ranks
 from megalith.train.own.callbacks import Callbacks
 from megalith.train.restore import OtherRunError, read_share, read_step, restore
@@ -123,6 +124,8 @@ def main(
             parts=parts,
             stop=stop,
         )
+        if log and isinstance(home := loop.trainer.state.home, Disk) and home.warning:
+            _warner(log)(home.warning)
         heartbeat.beat("ready")
         if profile and (idle := idle_profile(profile, done=loop.step, steps=spec.train.steps)):
             _warner(log)(idle)

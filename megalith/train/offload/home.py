@@ -216,6 +216,14 @@ class Disk:
         return self.slots.sum
 
     @property
+    def warning(self) -> str:
+        """A message if state goes through the page cache, because the file system cannot bypass it; empty otherwise."""
+        if self.slots.direct:
+            return ""
+        words = f"plan.state: the file system of {self.slots.path.parent} has no direct I/O, so state on disk goes through the page cache"
+        return f"{words}, which makes updates slower. plan.state.folder can name a folder on another disk"
+
+    @property
     def buffers(self) -> list[Tensor]:
         """The buffers in memory through which chunks are streamed."""
         return [*self._stream.buffers, *self._passing]

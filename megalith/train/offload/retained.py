@@ -76,6 +76,22 @@ class HostMemory:
         return [HostCopy(memory, self.counted) for memory in memories]
 
 
+class HostMemoryError(MemoryError):
+    """The host refuses pinned memory for retained activations. The same run would fail again."""
+
+
+def pinned(like: Tensor, *, held: int) -> Tensor:
+    """Allocate pinned host memory for a copy of a tensor. `held`: the bytes that the tier holds already. Raises HostMemoryError."""
+    try:
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+    except RuntimeError as error:
+        words = (
+            f"plan.retain: the host refuses {like.nbytes:,} bytes of pinned memory; {held:,} bytes hold activations of this rank"
+        )
+        way_out = 'Use plan.retain.blocks = "disk" or a smaller plan.retain.share, or allow more host memory for pinning'
+        raise HostMemoryError(f"{words} ({str(error).partition(chr(10))[0]}). {way_out}") from error
+
+
 class PinnedFetch:
     """A transfer of retained memory back to the GPU, in a separate CUDA stream."""
 
@@ -94,7 +110,7 @@ class PinnedCopy:
 
     def __init__(self, memory: Tensor, tier: "PinnedMemory") -> None:
         self._tier, self._device = tier, memory.device
-        self._content = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=True)
+        self._content = pinned(memory, held=tier.counted.held)
         self._content.copy_(memory, non_blocking=True)
         memory.record_stream(tier.leaving)  # it is freed once it has left
         self._left = tier.leaving.record_event()

@@ -87,7 +87,7 @@ class SlotFile:
         """`path`: the file's name in messages; the file itself has no name."""
         self.path, self.layout = path, layout
         self._sums: dict[int, tuple[int, ...]] = {}  # of the segments of each chunk that was written
-        self.descriptor = _new(path, layout.header)
+        self.descriptor, self.direct = _new(path, layout.header)  # direct: I/O bypasses the page cache
         weakref.finalize(self, os.close, self.descriptor)
         os.posix_fallocate(self.descriptor, 0, layout.bytes)
 
@@ -183,15 +183,16 @@ def move_all(call: Callable[..., int], file: int, octets: "np.ndarray[Any, Any]"
     return done
 
 
-def _new(path: Path, header: bytes) -> int:
+def _new(path: Path, header: bytes) -> tuple[int, bool]:
+    """Return an open file with this header, and True if I/O bypasses the page cache: the file system may be unable to do so."""
     page = memory_of(len(header)).numpy()
     page[:] = np.frombuffer(header, dtype=np.uint8)
     try:
-        return _opened(path, os.O_DIRECT, page)
+        return _opened(path, os.O_DIRECT, page), True
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-    return _opened(path, 0, page)
+    return _opened(path, 0, page), False
 
 
 def _opened(path: Path, flags: int, page: "np.ndarray[Any, Any]") -> int:

@@ -37,6 +37,11 @@ class Slots:
         a slot in use by the newest checkpoint."""
         return DISK_SLOTS * self.layout.bytes
 
+    @property
+    def direct(self) -> bool:
+        """True if I/O bypasses the page cache."""
+        return all(file.direct for file in self._pair)
+
     def _make(self) -> SlotFile:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from megalith.fleet import causes
+from megalith.fleet.exit_codes import ExitCode
 from megalith.spec.plan import RetainSpec
-from megalith.train.offload.retained import DiskFile, HostMemory, tiers_of
+from megalith.train.offload.retained import DiskFile, HostMemory, HostMemoryError, pinned, tiers_of
 from megalith.train.offload.slot_file import StateFileError
 
 CPU = torch.device("cpu")
@@ -64,6 +66,18 @@ def test_content_that_the_disk_altered_is_found(tmp_path: Path, harm: str) -> No
         os.pwrite(tier._file.fileno(), b"\1", 3)
     with pytest.raises(StateFileError, match=rf"20 bytes in {tmp_path} differ from what was written: the disk altered them"):
         copy.fetch().wait()
+
+
+def test_pinned_memory_that_the_host_refuses_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*shape: object, **how: object) -> torch.Tensor:
+        raise RuntimeError("CUDA error: out of memory\nCompile with ...")
+
+    like = torch.ones(5)
+    monkeypatch.setattr(torch, "empty", refused)
+    said = r"refuses 20 bytes of pinned memory; 1,000 bytes hold .* \(CUDA error: out of memory\)\. Use plan\.retain\.blocks = \"disk\""
+    with pytest.raises(HostMemoryError, match=said) as caught:
+        pinned(like, held=1000)
+    assert causes.status(caught.value) == ExitCode.FAILED
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

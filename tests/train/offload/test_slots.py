@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 
 from megalith.fleet.exit_codes import ExitCode
 from megalith.spec.state import DISK_SLOTS
+from megalith.train.offload.home import Disk
 from megalith.train.offload.slot_file import PAGE, StateFileError, memory_of
 from megalith.train.offload.slots import Slots
 from megalith.train.offload.stream import BUFFERS, Stream
@@ -102,6 +104,24 @@ def test_a_file_that_was_cut_off_is_named(tmp_path: Path) -> None:
     os.ftruncate(_descriptor(file), PAGE)
     with pytest.raises(StateFileError, match="ends early"):
         _value(file, 2)
+
+
+def test_a_file_system_without_direct_io_is_used_through_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message says so."""
+    real = os.open
+
+    def indirect(path: Any, flags: int, *mode: int, **how: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(path, flags, *mode, **how)
+
+    monkeypatch.setattr(os, "open", indirect)
+    file = _file(tmp_path)
+    _update(file, 4)
+    assert [_value(file, chunk) for chunk in range(3)] == [4, 4, 4] and not file.direct
+    home = Disk.__new__(Disk)
+    home.slots = file
+    assert f"the file system of {tmp_path} has no direct I/O" in home.warning
 
 
 def test_a_full_disk_is_named_before_anything_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
