@@ -78,10 +78,12 @@ def hosts_hold_what_leaves_devices(case: Case) -> Found:
         named = {"plan.state.optimizer": plan.state.optimizer, "plan.retain.blocks": plan.retain.blocks}
         key = next((key for key, value in named.items() if value == place), "sites.place")
         reason = f"needs about {format_bytes(size)} a rank, but training state may take {format_bytes(room)}, {share}"
-        way_out = way_out_of(case, cluster)
+        refused = whole is not None and size > whole
+        way_out = way_out_of(case, cluster) if refused else ""
         table = f"larger hosts ([host] {'memory' if place == 'host' else 'disk'} of a cluster file)"
-        report = error if whole is not None and size > whole else advice
-        yield report(key, place, reason, f"{way_out}{'Or use' if way_out else 'Use'} more ranks, or {table}.")
+        yield (error if refused else advice)(
+            key, place, reason, f"{way_out}{'Or use' if way_out else 'Use'} more ranks, or {table}."
+        )
 
 
 def way_out_of(case: Case, cluster: ClusterSpec) -> str:
