@@ -13,7 +13,8 @@ have a planted fault, which must show: differences with the wrong sign, no error
 The file keeps finished cases, as benchmarks/cases.py says.
 
 The study trains STUDY in three sizes with three seeds, after a search at the smallest size for each method's outer rate and momentum. Runs
-with fewer bits, or with a fault, take the settings found for the method itself.
+with fewer bits, or with a fault, take the settings found for the method itself. At its start the study times a step of each size and
+optimizer, and prints how many cases are left and how long they will take.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import os
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -141,6 +143,7 @@ def main() -> None:
 
 def _study(study: Study, given: argparse.Namespace, data: str) -> None:
     """Search at the smallest size, train all sizes and seeds, and print a table of each size."""
+    _foretell(study, cases.kept(given.out), data, given)
     finish = partial(cases.finish, measure=partial(measured, data, given.device), workers=given.workers, device=given.device)
     rows = finish(given.out, searches(study))
     best = chosen(study, rows)
@@ -156,6 +159,52 @@ def _study(study: Study, given: argparse.Namespace, data: str) -> None:
         print(f"\n{_extent(size, data, study.steps, study.inner_steps)}, {study.seeds} seeds")
         mine = [row for row in rows if row["case"][1] == size and tuple(row["case"]) in wanted]
         _show(STUDY, {(row["case"][0], row["case"][4]): row for row in mine}, study.seeds)
+
+
+def _foretell(study: Study, rows: Sequence[Mapping[str, Any]], data: str, given: argparse.Namespace) -> None:
+    """Print how many cases are left, and the hours that they take."""
+    missing = left(study, rows)
+    seconds = dict[tuple[str, str], float]()
+    for name, size in {_kind(at): (at[0], at[1]) for at in missing}.values():
+        name = "data parallelism, Muon" if CASES[name].optimizer else "data parallelism"
+        spec = run_of(name, data, size, study.steps, study.inner_steps, 0)
+        seconds[_kind((name, size))] = run_ranks(_timed, 1, spec, torch.device(given.device), timeout=3600.0)[0]
+    if missing:
+        steps = ", ".join(f"{size} {optimizer} {each:.2g} s" for (size, optimizer), each in seconds.items())
+        of = "processor time" if given.device == "cpu" else "one GPU"
+        words = f"{len(missing)} cases left: about {hours(missing, seconds):,.3g} hours of {of}, without merges and validation"
+        print(f"{words}. A step takes: {steps}", file=sys.stderr, flush=True)
+
+
+def left(study: Study, rows: Sequence[Mapping[str, Any]]) -> list[At]:
+    """Return the cases that `rows` lack. The cases whose outer settings are still searched count with those that are tried first."""
+    done = {tuple(row["case"]) for row in rows}
+    searched = searches(study)
+    best = chosen(study, rows) if done.issuperset(searched) else {at[0]: (at[5], at[6]) for at in reversed(searched)}
+    then = [at_best(study, best, name, size, seed) for seed in range(study.seeds) for size in study.sizes for name in STUDY]
+    return [at for at in dict.fromkeys([*searched, *then]) if at not in done]
+
+
+def hours(wanted: Sequence[At], seconds: Mapping[tuple[str, str], float]) -> float:
+    """Return the hours of some cases. `seconds`: of a step, by size and optimizer."""
+    return sum(at[2] * seconds[_kind(at)] for at in wanted) / 3600
+
+
+def _kind(at: At) -> tuple[str, str]:
+    """Return the size and the optimizer of a case, on which the time of its steps depends."""
+    return at[1], str(CASES[at[0]].optimizer.get("kind", "adamw"))
+
+
+def _timed(rank: int, spec: RunSpec, device: torch.device) -> float:
+    """Return the seconds of a step of the whole batch, on CPUs in processor time: the second of two, since the first allocates memory."""
+    assert dist.group.WORLD is not None
+    trainer = assemble(spec, groups=mesh_groups(spec, device, group_of(dist.group.WORLD, [rank])), device=device)
+    stream, clock = open_stream(spec, "train"), time.process_time if device.type == "cpu" else time.perf_counter
+    began = clock()
+    for step in range(2):
+        began = clock()
+        train_step(trainer, read_step(stream, spec, Position(), step, 0), step=step)
+    return clock() - began
 
 
 def method_of(name: str) -> str:

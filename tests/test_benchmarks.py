@@ -214,6 +214,21 @@ def test_two_sites_wait_over_a_relay_where_no_wire_can_be_made(
     assert ran.waited >= 2 * (ran.sent / 2 * 8 / 20e6 + 0.04) - 0.05 and ran.loss > 0
 
 
+def test_the_study_says_how_long_it_will_take() -> None:
+    """Each size and optimizer has steps of its own length. A search that is also a case of the study is run once."""
+    study = sites.Study(sizes=("0.1M", "25M"), steps=10, seeds=2)
+    wanted = sites.left(study, [])
+    searched = sites.searches(study)
+    assert len(wanted) == len(searched) + 2 * 2 * len(sites.STUDY) - 3 and wanted[: len(searched)] == searched
+    rows = [{"case": [*at], "loss": at[5] + at[6]} for at in searched]
+    rest = sites.left(study, rows)
+    assert len(rest) == len(wanted) - len(searched)
+    assert sites.left(study, [*rows, *({"case": [*at], "loss": 1.0} for at in rest)]) == []
+    seconds = {("0.1M", "adamw"): 1.0, ("0.1M", "muon"): 2.0, ("25M", "adamw"): 100.0, ("25M", "muon"): 200.0}
+    assert sites.hours([("Muon", "25M", 10, 30, 0), ("DiLoCo", "0.1M", 10, 30, 0)], seconds) == pytest.approx(2010 / 3600)
+    assert {sites._kind(at) for at in wanted} == seconds.keys()
+
+
 @pytest.mark.parametrize("size", sites.SIZES)
 def test_sizes_are_about_as_large_as_their_names_say(size: str) -> None:
     exact = sites.parameters(link.run_of("none", size, 1, {"inner_steps": 1}))
