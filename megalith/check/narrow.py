@@ -286,10 +286,22 @@ def _held(layer: str, rows: int, block: BlockSpec, case: Case) -> int:
     return next((share for share in shares if share * case.plan.tensor == rows), rows)
 
 
+def experts_gradients_follow_the_plan(case: Case) -> Found:
+    """The plan decides which tokens of an expert share a scale, so narrow weight gradients of experts differ between plans."""
+    choices, precision, key = case.spec.precision, case.spec.train.precision, "precision.expert_weight_gradient"
+    if choices.expert_weight_gradient == "wide" or not is_narrow(precision):
+        return
+    if case.model is not None and not _narrow_experts(case):
+        yield advice(key, "narrow", f"changes nothing: no experts multiply in {precision}", "Leave it out.")
+        return
+    reason = "lets the plan decide which tokens of an expert share a scale, so that another plan gives other bits"
+    yield advice(key, "narrow", reason, 'Use expert_weight_gradient = "wide" if results must not depend on the plan.')
+
+
 def rotations_fit(case: Case) -> Found:
     """A Hadamard transform applies to tiles of tokens, and the number of tokens in a tile is a power of two."""
     precision, choices = case.spec.train.precision, case.spec.precision
-    if not is_narrow(precision) or not settled(choices, precision).hadamard or choices.weight_gradient == "wide":
+    if not is_narrow(precision) or not settled(choices, precision).hadamard or not _rounds_weight_gradients(case):
         return
     tile = tile_of(choices, precision)
     if choices.granularity != "tile":
@@ -334,13 +346,20 @@ def _idle(case: Case) -> Iterator[tuple[str, str]]:
         yield "gradients", f'train.precision = "{precision}"'
     if factors.name == "nvfp4" and "scale" in asked:
         yield "scale", f'train.precision = "{precision}"'
-    if choices.weight_gradient == "wide":
+    if not _rounds_weight_gradients(case):
         if "hadamard" in asked:
             yield "hadamard", 'precision.weight_gradient = "wide": only factors of weight gradients are transformed'
         if choices.input_gradient == "wide":
             idle = ["rounding", *["gradients"] * (factors.bits == 8 and choices.combine_gradients == "wide")]
             for key in (each for each in idle if each in asked):
                 yield key, 'precision.input_gradient = "wide" and weight_gradient = "wide": no product rounds a gradient'
+
+
+def _rounds_weight_gradients(case: Case) -> bool:
+    """Return True if the weight gradients of dense layers or of experts are narrow products."""
+    choices = case.spec.precision
+    experts = choices.expert_weight_gradient == "narrow" and (case.model is None or bool(_narrow_experts(case)))
+    return choices.weight_gradient == "narrow" or experts
 
 
 def narrow_is_emulated(case: Case) -> Found:

@@ -267,6 +267,7 @@ RULES: tuple[Rule, ...] = (
     Rule("packed", packed.packed_tiles_lie_inside_shards),
     Rule("packed", packed.inputs_can_be_packed),
     Rule("narrow", narrow.gathers_have_the_products_numbers),
+    Rule("narrow", narrow.experts_gradients_follow_the_plan),
     Rule("narrow", narrow.rotations_fit),
     Rule("narrow", narrow.something_is_narrow),
     Rule("wide", wide.patterns_match_layers),

@@ -46,14 +46,12 @@ def a_product_stays_narrow(case: Case) -> Found:
     choices, precision, blocks = case.spec.precision, case.spec.train.precision, len(case.model.blocks) if case.model else 0
     if not is_narrow(precision) or choices.forward == "narrow" or choices.input_gradient == "narrow":
         return
-    if choices.weight_gradient == "wide":
-        others = 'input_gradient = "wide" and weight_gradient = "wide" leaves'
-    else:
-        narrow = [name for name in layers(case) if not stays_wide(name, blocks=blocks, choices=choices)]
-        if not narrow or not all(name.endswith(".experts") for name in narrow):
-            return
-        others = 'input_gradient = "wide", and with weight gradients of experts, which are wide, leaves'
-    reason = f"together with {others} no product in {precision}"
+    narrow = [name for name in layers(case) if not stays_wide(name, blocks=blocks, choices=choices)]
+    of_weights = dict.fromkeys("expert_weight_gradient" if name.endswith(".experts") else "weight_gradient" for name in narrow)
+    if not narrow or any(getattr(choices, key) == "narrow" for key in of_weights):
+        return
+    others = " and ".join(f'{key} = "wide"' for key in ("input_gradient", *of_weights))
+    reason = f"together with {others} leaves no product in {precision}"
     yield error("precision.forward", choices.forward, reason, 'Use forward = "narrow", or train.precision = "bf16".')
 
 

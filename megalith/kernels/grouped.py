@@ -51,6 +51,23 @@ class Sizes:
         return counts.cumsum(0).to(torch.int32)
 
 
+def filled(sizes: Sizes, unit: int, *tensors: Tensor) -> tuple[Sizes, list[Tensor]]:
+    """Return tensors [rows, ...] in which each group's rows are filled up with zeros to a multiple of `unit`, and their sizes. The
+    new rows have numbers that no token has, and that differ from step to step like those of tokens."""
+    missing = [-rows % unit for rows in sizes.host]
+    wider = Sizes([rows + more for rows, more in zip(sizes.host, missing, strict=True)])
+
+    def fill(x: Tensor) -> Tensor:
+        parts = zip(x.split(sizes.host), missing, strict=True)
+        return torch.cat([piece for part, more in parts for piece in (part, x.new_zeros(more, *x.shape[1:]))])
+
+    if sizes.tokens is not None:
+        parts = zip(sizes.tokens.split(sizes.host), missing, strict=True)
+        new = ((part, ~(part[-1:] + torch.arange(more, device=part.device))) for part, more in parts)
+        wider.tokens = torch.cat([piece for pair in new for piece in pair])
+    return wider, [fill(x) for x in tensors]
+
+
 def grouped_plain(x: Tensor, weight: Tensor, sizes: Sizes) -> Tensor:
     """The plain definition: x [rows, in], weight [groups, out, in] -> [rows, out]. The rows of group g are multiplied by
     weight[g]ᵀ."""

@@ -15,9 +15,10 @@ from typing import ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from megalith.kernels.draws import key_of, signs, tokens_at_work, uniform
+from megalith.kernels.draws import key_of, tokens_at_work, uniform
 from megalith.kernels.elements import E4M3, ELEMENTS, Element
-from megalith.kernels.grouped import Sizes
+from megalith.kernels.grouped import Sizes, filled
+from megalith.kernels.hadamard import rotated
 from megalith.kernels.multiply import Multiply
 from megalith.kernels.packed import once, pack, unpack
 from megalith.kernels.quantise import ALL, Scale, Scaling, Share, narrowed
@@ -44,23 +45,6 @@ def in_slabs(x: Tensor, scaling: Scaling, draws: Tensor | None = None, lost: Ten
             part = slice(first, first + rows)
             rounded[part] = narrowed(matrix[part], scaling, draws=None if random is None else random[part], lost=lost)
     return out.view(x.shape)
-
-
-def rotated(x: Tensor, size: int) -> Tensor:
-    """Return fp32 x [rows, columns] with each `size` rows, a power of two, replaced by their random Hadamard transform: the
-    orthogonal matrix H D, where D has fixed random signs (NVIDIA 2025, arXiv:2509.25149, section 4.2). The transform spreads an
-    outlier over the rows, and (H D a)ᵀ (H D b) = aᵀ b.
-
-    Sums have a fixed order, so equal rows give equal bits on every machine.
-    """
-    groups = x.float().unflatten(0, (-1, size)) * signs("hadamard", size).to(x.device)[:, None]
-    half = 1
-    while half < size:
-        pairs = groups.unflatten(1, (-1, 2, half))
-        one, other = pairs[:, :, 0], pairs[:, :, 1]
-        groups = torch.stack((one + other, one - other), 2).flatten(1, 3)
-        half *= 2
-    return groups.mul_(size**-0.5).flatten(0, 1)
 
 
 TOKENS, INPUTS, OUTPUTS = "tokens", "inputs", "outputs"
@@ -217,10 +201,13 @@ class Narrow(Multiply, ABC):
         return of_x if out is None else out.copy_(of_x)
 
     def wgrad(self, grad: Tensor, x: Tensor, *, sizes: Sizes | None = None) -> Tensor:
-        """gradᵀ x, the gradient of the weight, as in `Multiply`. Weight gradients of experts are computed in high
-        precision; otherwise the plan would determine which tokens share a block."""
-        if sizes is not None or self.choices.weight_gradient == "wide" or self._wide:
+        """gradᵀ x, the gradient of the weight, as in `Multiply`. By default, weight gradients of experts are computed in high
+        precision, because the plan determines which of their tokens share a block."""
+        choice = self.choices.weight_gradient if sizes is None else self.choices.expert_weight_gradient
+        if choice == "wide" or self._wide:
             return super().wgrad(grad, x, sizes=sizes)
+        if sizes is not None:
+            return self._wgrad_of_experts(grad, x, sizes)
         if self.codes and not self.draws and not self.rotation:
             factors = (
                 self._factor(*each, down=True)
@@ -235,6 +222,26 @@ class Narrow(Multiply, ABC):
         if self.down.exact:
             grad, x = grad.to(dtype), x.to(dtype)  # what was rotated in fp32 is rounded to numbers of bf16
         return super().wgrad(grad, x).to(dtype)
+
+    def _wgrad_of_experts(self, grad: Tensor, x: Tensor, sizes: Sizes) -> Tensor:
+        """gradᵀ x for each expert. Only rows of the same expert share a scale or are rotated together. An expert's last tile may be
+        short; before a rotation it is filled up with zeros."""
+        dtype = grad.dtype
+        if self.rotation:
+            sizes, (grad, x) = filled(sizes, self.rotation, grad, x)
+            grad, x = rotated(grad, self.rotation), rotated(x, self.rotation)
+        grad = self._apart(grad, self.gradient_down, sizes, self._draws(grad, "of weights", sizes))
+        x = self._apart(x, self.down, sizes)
+        if self.down.exact:
+            grad, x = grad.to(dtype), x.to(dtype)
+        return super().wgrad(grad, x, sizes=sizes).to(dtype)
+
+    def _apart(self, x: Tensor, scaling: Scaling, sizes: Sizes, draws: Tensor | None = None) -> Tensor:
+        """Round the rows of each expert on their own."""
+        lost, rounds = self._lost(x), narrowed if _spans(scaling) else in_slabs
+        each = draws.split(sizes.host) if draws is not None else [None] * len(sizes.host)
+        parts = zip(x.split(sizes.host), each, strict=True)
+        return torch.cat([rounds(rows, scaling, draws=drawn, lost=lost) for rows, drawn in parts])
 
     def _factor(self, x: Tensor, scaling: Scaling, rows: str, columns: str, *, down: bool = False) -> Factor:
         share = self._share(scaling, rows, columns, whole=scaling.whole) if _spans(scaling) else None

@@ -11,7 +11,7 @@ from megalith.check import Problem, check
 from megalith.prove.parity import LOSS_SCALE, OPTIMIZER, SMALL_MOMENTS, SMALL_TILE, clearly_routed, small_choices
 from megalith.schedule.table import SCHEDULES
 from megalith.spec.families import read
-from megalith.spec.numbers import PRECISIONS, TRAINED, Rounded, is_narrow
+from megalith.spec.numbers import PRECISIONS, TRAINED, PrecisionSpec, Rounded, is_narrow
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.plan import EXPERTS_ACTIVATION, UP_PROJECTION, Plan
 from megalith.spec.presets import presets
@@ -127,6 +127,7 @@ AXES: Axes = {
     | {f"fp8, a scale for each {what}": {"precision": "fp8", "granularity": what} for what in ("row", "tensor")}
     | {"fp8, scales in fp32": {"precision": "fp8", "scale": "fp32"}}
     | {"fp8, forward in bf16": {"precision": "fp8", "forward": "wide"}}
+    | {"fp8, weights' gradients of experts too": {"precision": "fp8", "expert_weight_gradient": "narrow"}}
     | {"fp8, tokens sent in fp8": {"precision": "fp8", "dispatch": "fp8"}}
     | {"fp8, also gradients of results": {"precision": "fp8", "dispatch": "fp8", "combine_gradients": "fp8"}}
     | {"fp8, inputs kept in fp8": {"precision": "fp8", "kept": "fp8"}}
@@ -266,11 +267,8 @@ def run_of(choices: Choices) -> RunSpec:
     sites = asked.pop("sites", {})
     shares = [one["share"] for one in sites.get("each", ())]
     batch = SAMPLES * (sum(shares) or sites.get("count", 1))  # the first site has a run's without sites
-    narrow = {
-        key: asked.pop(key)
-        for key in ("forward", "granularity", "scale", "history", "dispatch", "combine_gradients", "gather", "kept")
-        if key in asked
-    }
+    keys = PrecisionSpec.model_fields.keys() & asked.keys() - {"gradients"}  # a drawn `gradients` is that of the sums
+    narrow = {key: asked.pop(key) for key in keys}
     summed = asked.pop("gradients", "fp32")
     master = asked.pop("master", "fp32")
     clipping = {name: asked.pop(name) for name in ("adaptive_clip", "qk_clip") if name in asked}

@@ -281,8 +281,8 @@ else:
 
 class PrecisionSpec(Spec):
     """Settings of the 8- and 4-bit precisions. "narrow" is the 8- or 4-bit format and "wide" is bf16. Embedding, head, router and
-    norms always use the wide format. Weight gradients of experts also use the wide format: otherwise the plan would decide which
-    tokens share a tile."""
+    norms always use the wide format. By default, weight gradients of experts also use it: otherwise the plan would decide which tokens
+    share a tile."""
 
     forward: Literal["narrow", "wide"] = Field(
         default="narrow", description="format of the inputs of matrix products in the forward pass"
@@ -293,6 +293,11 @@ class PrecisionSpec(Spec):
     weight_gradient: Literal["narrow", "wide"] = Field(
         default="narrow",
         description="format of the inputs of matrix products that compute gradients of weights, except in experts",
+    )
+    expert_weight_gradient: Literal["narrow", "wide"] = Field(
+        default="wide",
+        description="format of the inputs of matrix products that compute gradients of experts' weights. `narrow`: tokens of an "
+        "expert share scales, and the plan decides which, so another plan gives other bits",
     )
     gradients: Literal["e4m3", "e5m2"] = Field(default="e4m3", description="8-bit format of gradients that enter matrix products")
     granularity: Granularity = Field(

@@ -220,6 +220,19 @@ def test_a_choice_that_wide_gradients_leave_no_room_for_is_named_once(settings: 
     assert sorted(said) == sorted(keys)
 
 
+def test_narrow_weight_gradients_of_experts_are_said_to_follow_the_plan() -> None:
+    key, experts = "precision.expert_weight_gradient", ("model.preset=deepseek-tiny", "train.seq_len=128", "train.precision=fp8")
+    said = {problem.key: problem for problem in found(*experts, f"{key}=narrow")}[key]
+    assert (said.severity, "another plan gives other bits" in said.reason) == ("advice", True)
+    assert key not in advice(*experts) and not errors(*experts, f"{key}=narrow", "precision.granularity=row")
+    dense = {problem.key: problem.reason for problem in found(*FP8, f"{key}=narrow")}[key]
+    assert dense == "changes nothing: no experts multiply in fp8"
+    assert key in advice("train.precision=bf16", f"{key}=narrow")
+    rotated = (*experts, "precision.hadamard=true", "precision.weight_gradient=wide")
+    assert "precision.hadamard" in advice(*rotated) and "precision.hadamard" not in advice(*rotated, f"{key}=narrow")
+    assert [*reasons(*rotated, f"{key}=narrow", "precision.granularity=row")] == ["precision.hadamard"]
+
+
 def test_blocks_become_wide_by_comparisons_alone() -> None:
     asked = (*FP8, "precision.auto=0.1")
     assert "Use watch_every = 100, for example, or auto = 0." in reasons(*asked)["precision.auto"]

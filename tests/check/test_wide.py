@@ -61,8 +61,13 @@ def test_a_run_without_a_narrow_product_is_refused() -> None:
 def test_experts_alone_have_two_narrow_products() -> None:
     experts = ("train.precision=fp8", "model.preset=deepseek-tiny", "train.seq_len=128", "precision.forward=wide", GRADIENTS[0])
     assert not errors(*experts)
+    both = (*experts, "precision.weight_gradient=wide")
+    assert "leaves no product in fp8" in reasons(*both)["precision.forward"]
+    assert not errors(*both, "precision.expert_weight_gradient=narrow")
     alone = (*experts, 'precision.wide=["*.attention.*", "*.mlp.up", "*.mlp.gate", "*.mlp.down", "*.shared.*"]')
-    assert "weight gradients of experts, which are wide" in reasons(*alone)["precision.forward"]
+    said = 'together with input_gradient = "wide" and expert_weight_gradient = "wide" leaves no product in fp8'
+    assert said in reasons(*alone)["precision.forward"]
+    assert not errors(*alone, "precision.expert_weight_gradient=narrow")
     assert not errors(*alone, "precision.input_gradient=narrow")
 
 

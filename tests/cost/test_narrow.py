@@ -21,7 +21,7 @@ from megalith.cost.time import Setting
 from megalith.cost.workload import Workload, computed
 from megalith.kernels.draws import key_of, uniform
 from megalith.kernels.elements import E2M1, E4M3
-from megalith.kernels.narrow import rotated
+from megalith.kernels.hadamard import rotated
 from megalith.kernels.packed import pack, unpack
 from megalith.kernels.quantise import Scaling, narrowed
 from megalith.spec import cluster as clusters
@@ -145,6 +145,16 @@ def test_a_wide_forward_rounds_no_factor_but_the_inputs_that_it_keeps() -> None:
     bf16 = estimate(load("bf16")).time.compute
     assert estimate(codes).time.compute < estimate(less).time.compute < bf16
     assert parts(load("fp8", forward="wide", kept="fp8")).blocks[1].saved == parts(load("fp8", kept="fp8")).blocks[1].saved
+
+
+def test_narrow_weight_gradients_of_experts_are_rounded_too() -> None:
+    """Two factors, each as large as one of the products in forward, for each of the three matrices of an expert."""
+    experts = mixture(hidden=1024)
+    wide, narrow, dense = (
+        estimate(load("fp8", Plan(zero=0), model=model, expert_weight_gradient=how)).time.compute
+        for model, how in ((experts, "wide"), (experts, "narrow"), (llama().build(), "narrow"))
+    )
+    assert wide < narrow < 2 * wide and dense == estimate(load("fp8", Plan(zero=0))).time.compute
 
 
 # --- a step ---

@@ -10,8 +10,9 @@ from torch import Tensor
 from megalith.kernels.draws import Tokens, working_on
 from megalith.kernels.elements import E2M1, E4M3
 from megalith.kernels.grouped import Sizes
+from megalith.kernels.hadamard import rotated
 from megalith.kernels.multiply import Multiply
-from megalith.kernels.narrow import INPUTS, OUTPUTS, TOKENS, Narrow, in_slabs, losses, maxima, rotated
+from megalith.kernels.narrow import INPUTS, OUTPUTS, TOKENS, Narrow, in_slabs, losses, maxima
 from megalith.kernels.quantise import ALL, Scaling, quantise
 from megalith.kernels.recipes import Blockwise, Microscaled, Microscaled4, NvFp4, Rowwise, Tensorwise
 from megalith.spec.numbers import PrecisionSpec
@@ -155,16 +156,18 @@ def test_a_wide_forward_keeps_the_inputs_that_a_narrow_one_keeps(recipe: type[Na
     assert small(recipe, forward="wide").keeping(x, weight)[1] is x
 
 
+WIDE_INPUTS = {"granularity": "tensor", "history": 2, "forward": "wide", "input_gradient": "wide"}
+
+
 def test_a_history_has_no_maxima_of_factors_that_no_product_rounds() -> None:
     here, x, weight, grad = small(Tensorwise, **WIDE_INPUTS), lively(64, 96), lively(80, 96, seed=1), lively(64, 80, seed=2)
     here.remember(2, x.device)
-    here.fprop(x, weight), here.dgrad(grad, weight), here.wgrad(grad, x)
+    assert torch.equal(here.fprop(x, weight), Multiply().fprop(x, weight))
+    assert torch.equal(here.dgrad(grad, weight), Multiply().dgrad(grad, weight))
+    here.wgrad(grad, x)
     assert here.latest is not None
     here.take_in(here.latest)
     assert {name.split(", ")[1] for name in here.followed()} == {"inputs", "gradients of outputs"}
-
-
-WIDE_INPUTS = {"granularity": "tensor", "history": 2, "forward": "wide", "input_gradient": "wide"}
 
 
 @pytest.mark.parametrize("recipe", EVERY)
@@ -202,9 +205,46 @@ def test_a_rank_rounds_its_share_to_the_numbers_of_the_whole(recipe: type[Narrow
         assert torch.equal(torch.cat(parts, dim), in_slabs(x, scaling))
 
 
+COUNTS = (24, 0, 7, 33)
+"""Rows of four experts: whole tiles and a short one, none, a short one alone."""
+
+
+@pytest.mark.parametrize("recipe", [*EVERY, Rowwise, Tensorwise])
+def test_a_narrow_weight_gradient_of_an_expert_is_that_of_its_rows(recipe: type[Narrow]) -> None:
+    """By the definition: tiles begin with each expert's first row, and its last tile is as short as it is."""
+    here = small(recipe, expert_weight_gradient="narrow")
+    x, grad = lively(64, 96), lively(64, 80, seed=2)
+    found = here.wgrad(grad, x, sizes=Sizes(COUNTS))
+    assert not torch.equal(found, Multiply().wgrad(grad, x, sizes=Sizes(COUNTS)))
+    for one, rows, back in zip(found, x.split(COUNTS), grad.split(COUNTS), strict=True):
+        a, b = decoded(back, here.gradient_down).T, decoded(rows, here.down).T
+        exact, sizes = a.double() @ b.double().T, a.double().abs() @ b.double().abs().T
+        assert ((one.double() - exact).abs() <= 2**-8 * exact.abs() + 64 * 2**-23 * sizes).all()
+        assert torch.equal(one, small(recipe).wgrad(back, rows)) or not len(rows)
+
+
+@pytest.mark.parametrize("recipe", [Microscaled4, NvFp4])
+def test_an_experts_short_tile_is_filled_up_before_it_is_rotated_and_drawn(recipe: type[Narrow]) -> None:
+    """An expert with whole tiles has the gradient of a dense layer, whatever other experts have; equal tokens give equal draws."""
+    here = small(recipe, expert_weight_gradient="narrow", hadamard=True, rounding="stochastic")
+    x, grad, counts = lively(64, 96), lively(64, 80, seed=2), (32, 0, 7, 25)
+    exact = [back.double().T @ rows.double() for rows, back in zip(x.split(counts), grad.split(counts), strict=True)]
+    means = [torch.zeros_like(each) for each in exact]
+    for step in range(40):
+        sizes, numbers = Sizes(counts), torch.arange(64) + 64 * step
+        sizes.tokens = numbers
+        with working_on(Tokens(torch.zeros(1, dtype=torch.int64), numbers[:32])):
+            found = here.wgrad(grad, x, sizes=sizes)
+            assert torch.equal(found, here.wgrad(grad, x, sizes=sizes))
+            assert torch.equal(found[0], here.wgrad(grad[:32], x[:32]))
+        means = [mean + one.double() / 40 for mean, one in zip(means, found, strict=True)]
+    errors = [float((mean - each).norm() / each.norm()) for mean, each in zip(means, exact, strict=True) if each.any()]
+    assert max(errors) < 0.12, "rounding gradients without a bias, so only the inputs' rounding is left"
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_group_of_experts_is_each_of_them(recipe: type[Narrow]) -> None:
-    """One expert has no rows. Weight gradients are those of bf16, whichever tokens an expert gets."""
+    """One expert has no rows. By default, weight gradients are those of bf16, whichever tokens an expert gets."""
     here, counts = small(recipe), (24, 0, 40)
     x, weight, grad = lively(64, 96), lively(3, 80, 96, seed=1), lively(64, 80, seed=2)
     parts = zip(x.split(counts), grad.split(counts), weight, strict=True)

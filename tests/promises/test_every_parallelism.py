@@ -207,7 +207,7 @@ def test_a_scaled_model_trains_like_one_process(preset: str, kind: str, plan: di
     assert all(row.equal for row in rows), "\n".join(map(str, rows))
 
 
-DELAYED = {"granularity": "tensor", "history": 2}
+DELAYED, EXPERTS_TOO = {"granularity": "tensor", "history": 2}, {"expert_weight_gradient": "narrow"}
 IN_FEW_BITS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     ("fp8", {}, "tiny", {"tensor": 2, "context": 2, "zero": 3}),
     ("fp8", {}, "deepseek-tiny", {"tensor": 2, "pipeline": 2, "schedule": "zb-v", "chunks": 2, "expert": 2}),
@@ -221,6 +221,9 @@ IN_FEW_BITS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     ("mxfp4", {}, "tiny", {"context": 2, "pipeline": 2, "schedule": "zb-v", "chunks": 2}),
     ("fp8", {"scale": "fp32"}, "mixtral-8x7b", {"tensor": 2, "context": 2, "expert": 2}),
     ("fp8", DELAYED, "deepseek-tiny", {"tensor": 2, "data": 2, "expert": 2, "recompute": "full"}),
+    ("fp8", EXPERTS_TOO, "mixtral-8x7b", {"data": 2, "expert": 2, "recompute": "full"}),
+    ("nvfp4", EXPERTS_TOO, "deepseek-tiny", {"expert": 2, "data": 2, "pipeline": 2, "schedule": "zb-v", "chunks": 2}),
+    ("fp8", {**EXPERTS_TOO, "granularity": "tensor", "kept": "fp8"}, "deepseek-tiny", {"tensor": 2, "expert": 2}),
     ("fp8", {"forward": "wide"}, "deepseek-tiny", {"data": 2, "tensor": 2, "expert": 2, "recompute": "full"}),
     ("fp8", {"forward": "wide", "kept": "fp8"}, "tiny", {"tensor": 2, "pipeline": 2, "schedule": "zb-h1"}),
     ("fp8", {**DELAYED, "forward": "wide", "input_gradient": "wide"}, "tiny", {"tensor": 2, "context": 2}),

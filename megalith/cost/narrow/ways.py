@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from megalith.cost.profile import Product, Profile
+from megalith.cost.profile import PHASES, Phase, Product, Profile
 from megalith.cost.workload import EXPERTS, Narrow, Workload
 from megalith.spec.cluster import Accelerator
 from megalith.spec.numbers import BF16, FP32, PRECISIONS, Granularity, aligned, in_codes, is_narrow, settled
@@ -151,25 +151,26 @@ class Ways:
 
     def _share(self, product: Product) -> float:
         """Return the share of a product's kernels whose factors are narrow."""
-        return 0.0 if product.phase in self._wide_phases else self._narrow(product)
+        return self._narrow(product) if self._formats[product.phase, product.expert] == "narrow" else 0.0
 
     def _narrow(self, product: Product) -> float:
         """Return the share of a product's kernels that belong to narrow layers."""
         if not product.weight:
             return 0.0
         if product.expert:
-            return float(self.experts and product.phase != "W")
+            return float(self.experts)
         # Ranks that share a head of keys multiply a part of a whole weight, which is not found here: it counts as wide.
         # Forward's products have the sizes [inner, columns] or, where they run again in backward, the same in the other order
         sizes = (product.rows if product.phase == "W" else product.inner), product.columns
         return self.shares.get(_sizes(sizes), 0.0)
 
     @cached_property
-    def _wide_phases(self) -> frozenset[str]:
-        """Phases whose products are wide in every layer."""
+    def _formats(self) -> dict[tuple[Phase, bool], str]:
+        """Whether the products of narrow layers are narrow or wide, by phase, for dense layers (False) and experts (True)."""
         choices = self.narrow.choices
-        asked = {"F": choices.forward, "I": choices.input_gradient, "W": choices.weight_gradient}
-        return frozenset(phase for phase, format in asked.items() if format == "wide")
+        weights = {False: choices.weight_gradient, True: choices.expert_weight_gradient}
+        both = {"F": choices.forward, "I": choices.input_gradient}
+        return {(phase, experts): both.get(phase, weights[experts]) for phase in PHASES for experts in weights}
 
     def multiplies_codes(self, product: Product) -> bool:
         """Return True if the device multiplies the codes of this narrow product."""
