@@ -66,7 +66,7 @@ from megalith.train.sites.meeting import UnequalSitesError
 from megalith.train.sites.merge import Sites
 from megalith.train.sites.progress import StopAsked
 from megalith.train.store import RunStore, tcp_store
-from megalith.train.stream import open_stream
+from megalith.train.stream import compare_inputs, open_stream
 from megalith.train.validate import Validator
 
 
@@ -269,6 +269,8 @@ def prepare(
     with refusing(seals.AlteredError), seals.unchanged(sealed):
         stream = open_stream(spec, "train")
         held_out = open_stream(spec, "validation") if spec.validation.every else None
+    with refusing(DataError):
+        compare_inputs(spec, stream, group=world)
     if stream.unchecked:
         warn(f"{spec.data.path} has no checksums, so changed bytes are not detected. `megalith data verify` writes the checksums")
     if log:

@@ -1,15 +1,23 @@
-"""The data of a run, in the form that its ranks read."""
+"""The data of a run, in the form that its ranks read, and a check that all ranks read the same."""
 
+import json
+import os
+import socket
 import time
 from itertools import pairwise
 from typing import Any, Literal
 
+import torch.distributed as dist
+
 from megalith import own
+from megalith.data.errors import DataError
 from megalith.data.own import OwnStream
 from megalith.data.stream import PhaseChange, Stream
 from megalith.data.verified_files import Damage
 from megalith.fleet.observations import DataDamaged
+from megalith.fleet.rank_info import PLACEMENT, RankInfo
 from megalith.fleet.report import report
+from megalith.sealed import digest
 from megalith.spec.phases import Phases
 from megalith.spec.run import RunSpec
 
@@ -41,3 +49,35 @@ def open_stream(spec: RunSpec, split: Literal["train", "validation"]) -> Stream:
 def _log_damage(found: Damage) -> None:
     elsewhere = None if found.elsewhere is None else str(found.elsewhere)
     report(DataDamaged(time=time.time(), shard=found.file, error=found.error, other_copy=elsewhere))
+
+
+APART = frozenset({"name", "log", "alerts", "launch"})
+"""Keys and tables of a run that may differ between ranks."""
+
+
+def compare_inputs(spec: RunSpec, stream: Stream, *, group: dist.ProcessGroup) -> None:
+    """Check that all ranks have read the same run and the same data, because nodes may have different files at one path. All ranks of
+    `group` call it together. Raises DataError on every rank, which names the ranks, their nodes and what differs from rank 0."""
+    everyone: list[Any] = [None] * group.size()
+    node = RankInfo.find().node if PLACEMENT in os.environ else socket.gethostname()
+    dist.all_gather_object(everyone, (node, _inputs(spec, stream)), group=group)
+    first_node, first = everyone[0]
+    odd = dict[tuple[str, str], list[str]]()
+    for rank, (node, found) in enumerate(everyone):
+        if wrong := [name for name in {**first, **found} if found.get(name) != first.get(name)]:
+            odd.setdefault((node, ", ".join(wrong)), []).append(str(rank))
+    if odd:
+        listed = "; ".join(
+            f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} on {node}: {wrong}" for (node, wrong), ranks in odd.items()
+        )
+        raise DataError(
+            f"these ranks have not read what rank 0 on {first_node} has read, and would train on something else: {listed}",
+            "Give all machines the same run folder and the same data at the same path, and start the same command again.",
+        )
+
+
+def _inputs(spec: RunSpec, stream: Stream) -> dict[str, str]:
+    """Return the digest of each table of a run and of each value on which its samples depend."""
+    tables = {f"[{name}] of spec.json": value for name, value in spec.model_dump(mode="json").items() if name not in APART}
+    samples = {f"{name} of {spec.data.path}": value for name, value in stream.fingerprint.items()}
+    return {name: digest(json.dumps(value, sort_keys=True).encode()) for name, value in (tables | samples).items()}

@@ -10,12 +10,15 @@ import torch
 import torch.distributed as dist
 
 from megalith import events
+from megalith.data.errors import DataError
 from megalith.events import EventLog, Step, Validation
 from megalith.fleet.heartbeat import Heartbeat
 from megalith.fleet.tiers import Source, Tier
-from megalith.spec.run import RunSpec
+from megalith.spec.run import DataSpec, RunSpec
+from megalith.train import run as training
 from megalith.train.loop import Loop
 from megalith.train.run import prepare
+from megalith.train.stream import open_stream
 from tests.full import sampled
 from tests.keys import GIVEN
 from tests.ranks import everyone, run_ranks
@@ -100,3 +103,29 @@ def test_a_rank_that_takes_part_in_nothing_changes_nothing(plan: str, tmp_path: 
     assert _losses(folders[0]) == _losses(folders[1])
     for source in SOURCES:
         assert run_ranks(_restore, 1 + RANKS, 1, spec, folders[1], source) == part
+
+
+def _with_other_data(rank: int, data: str, other: str, folder: Path, seed: int) -> str:
+    """Return the error of a rank whose node, b from rank 1 on, has other data at the same path, or another seed in its run file."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE="3", MEGALITH_PLACEMENT="a,b,b")
+    spec = tiny_run(model={"vocab": VOCAB}, data={"path": data}, plan={"data": 3}, train={"global_batch": 6, "seed": seed * rank})
+    if rank:
+        training.open_stream = lambda spec, split: open_stream(spec.model_copy(update={"data": DataSpec(path=other)}), split)
+    with pytest.raises(DataError) as caught:
+        prepare(spec, folder, world=everyone(), source=None, log=None, device=torch.device("cpu"), heartbeat=Heartbeat.find())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.slow
+def test_nodes_with_other_data_at_the_same_path_are_named_before_the_first_step(seed: int, tmp_path: Path) -> None:
+    """Each node checks only its own files."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    data, other = small_data(tmp_path / "a"), small_data(tmp_path / "b", seed=7)
+    told = run_ranks(_with_other_data, 3, data, data if seed else other, tmp_path, seed)
+    assert len(set(told)) == 1
+    if seed:
+        assert "ranks 1, 2 on b: [train] of spec.json, seed of" in told[0]
+    else:
+        assert "rank 0 on a has read" in told[0] and f"ranks 1, 2 on b: manifest of {data}" in told[0], told[0]
