@@ -39,7 +39,7 @@ def agent(request: RunRequest, *, console: Console, machine: str | None = None) 
     """
     from megalith.check import node_ranks
     from megalith.check.sites import launched_alone
-    from megalith.commands.shared import first_weights, runs
+    from megalith.commands.shared import first_weights, runs, saved_run
     from megalith.control.owner import hold
     from megalith.fleet import environment
     from megalith.machine.origin import origin
@@ -62,13 +62,13 @@ def agent(request: RunRequest, *, console: Console, machine: str | None = None) 
         job, spec.fleet, agents.own_name(machine), runs.identity(checked.resolved.spec), lambda: agents.open_data(spec)
     )
     if not directs:
-        runs.refuse(runs.differences(checked.resolved, folder))
+        runs.refuse(saved_run.differences(checked.resolved, folder))
         return TrainResult(folder, agents.serve_node(host, place), "", None)
     assert place is not None  # else it would not direct
     with hold(folder, wide=True) as owner:
-        runs.refuse(runs.differences(checked.resolved, folder))
+        runs.refuse(saved_run.differences(checked.resolved, folder))
         runs.admit(spec, folder)
-        runs.print_start_over(resolved, folder)
+        saved_run.print_start_over(resolved, folder)
         files.save(resolved, folder, origin())
         with followed(folder, spec, console, errors=lambda rank: False) as (live_line, tick):
             store = runs.store_of(owner)

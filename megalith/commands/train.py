@@ -146,7 +146,7 @@ def train(
     folder, raises InUseError before anything is written.
     """
     from megalith.check import all_ranks
-    from megalith.commands.shared import runs, siblings
+    from megalith.commands.shared import runs, saved_run, siblings
     from megalith.fleet import environment
 
     place = environment.find()
@@ -163,12 +163,12 @@ def train(
     runs.refuse(checked.errors, resolved, folder, here=checked.here)
     arguments = {"run_dir": str(folder.resolve())} | ({"profile": profile} if profile else {})
     with runs.own(folder, place) as owner:
-        runs.refuse(runs.differences(resolved, folder))
+        runs.refuse(saved_run.differences(resolved, folder))
         if place is None or place.local_rank == 0:
             runs.print_advice(checked)
             runs.admit(spec, folder)
         if owner is not None:
-            runs.print_start_over(resolved, folder)
+            saved_run.print_start_over(resolved, folder)
         if owner is None:
             assert place is not None
             return TrainResult(folder, runs.join(resolved, folder, place, runs.TRAIN, arguments), "", None)

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalith import disk, epochs, sealed
-from megalith.check import all_ranks, check_here, check_resume
+from megalith.check import all_ranks, check_here
 from megalith.check import check as find_problems
 from megalith.check.own import admit as admit_parts
-from megalith.check.resume import changed_keys, check_checkpoint
-from megalith.checkpoint.folder import DamagedCheckpointError, committed, damaged_text, latest, of_run, read_manifest, unreadable
-from megalith.commands.shared import first_weights
+from megalith.checkpoint.folder import committed, damaged_text, latest, of_run, read_manifest, unreadable
+from megalith.commands.shared import first_weights, saved_run
 from megalith.commands.shared.arguments import RunRequest
 from megalith.control import stop_response
 from megalith.data import manifest
@@ -35,7 +34,6 @@ from megalith.spec.files import ResolvedRun
 from megalith.spec.plan import AUTO
 from megalith.spec.problem import Problem, Severity, SpecErrors
 from megalith.spec.run import RunSpec
-from megalith.spec.toml import literal
 
 if TYPE_CHECKING:
     from megalith.control.outcome import Outcome
@@ -90,7 +88,7 @@ def check(
     folder = request.folder(resolved.spec) if named else None
     begun = look and folder is not None and bool(committed(of_run(folder)))
     if begun and folder is not None:
-        resolved = _with_old_defaults(resolved, folder)
+        resolved = saved_run.with_old_defaults(resolved, folder)
     unfit, sources = admit_parts(resolved.spec, resolved.provenance)
     resolved = replace(resolved, provenance=resolved.provenance | sources)
     found = unfit + find_problems(
@@ -112,7 +110,7 @@ def check(
     found = sorted([*found, *short], key=lambda problem: problem.severity != "error")
     if reading.problems:
         if resumes and named:
-            found = [*_differences_if_readable(resolved, request.folder(resolved.spec)), *found]
+            found = [*saved_run.differences_if_readable(resolved, request.folder(resolved.spec)), *found]
         known = {problem.key for problem in reading.problems}
         faulty = {_table(key) for key in known}  # a default in one may stand for what a faulty key meant
         others = (p for p in found if p.key not in known and (p.source != "default" or _table(p.key) not in faulty))
@@ -122,9 +120,9 @@ def check(
 
 
 def check_as_resumed(request: RunRequest, *, world: int | None = None, here: Severity | None = None) -> CheckResult:
-    """Find also why the run cannot resume the run in its folder, as `train` does (see `check`, `differences`)."""
+    """Find also why the run cannot resume the run in its folder, as `train` does (see `check`, `saved_run.differences`)."""
     checked = check(request, world=world, here=here, resumes=True)
-    more = differences(checked.resolved, request.folder(checked.resolved.spec))
+    more = saved_run.differences(checked.resolved, request.folder(checked.resolved.spec))
     return replace(checked, problems=[*more, *checked.problems])
 
 
@@ -141,31 +139,6 @@ def _decided(resolved: ResolvedRun) -> ResolvedRun:
     return replace(resolved, spec=spec.model_copy(update={"plan": plans["plan"], "fleet": fleet}))
 
 
-APART = frozenset({"fleet", "launch", "log", "alerts", "validation", "checkpoint", "name"})
-"""Keys and tables that do not matter to a run's copies in memory: they belong to the run whatever these values are."""
-
-OLD_DEFAULTS: dict[tuple[str, str], Any] = {("optimizer", "warmup"): 2000}
-"""Former defaults, which earlier versions saved with a run. A run that began with a former default keeps it unless its file sets another
-value."""
-
-
-def _with_old_defaults(resolved: ResolvedRun, folder: Path) -> ResolvedRun:
-    """Return the run with the defaults that it began with, if they differ from today's."""
-    if not disk.is_file(folder / files.FILE):
-        return resolved
-    spec, provenance = resolved.spec, dict(resolved.provenance)
-    try:
-        saved = files.read(folder / files.FILE, saved=True).resolved.spec
-        for (table, name), value in OLD_DEFAULTS.items():
-            key = f"{table}.{name}"
-            if provenance.get(key) == "default" and getattr(getattr(saved, table), name) == value:
-                spec = spec.model_copy(update={table: getattr(spec, table).model_copy(update={name: value})})
-                provenance[key] = f"default at the time when {folder / files.FILE} was written"
-    except (SpecErrors, AttributeError):  # a file that cannot be read: the comparison of the runs reports it
-        return resolved
-    return replace(resolved, spec=spec, provenance=provenance)
-
-
 def _table(name: str) -> str:
     return name.rpartition(".")[0]
 
@@ -180,7 +153,7 @@ def refuse(
     """Raise SpecErrors if there are problems. With `resolved` and `folder`, add the reasons why run `resolved` cannot resume the run in
     `folder`. `here`: problems of this machine, which may be among `problems`."""
     if problems:
-        more = differences(resolved, folder) if resolved is not None and folder is not None else []
+        more = saved_run.differences(resolved, folder) if resolved is not None and folder is not None else []
         raise SpecErrors([*problems, *more], here=any(problem in here for problem in problems))
 
 
@@ -188,71 +161,6 @@ def print_advice(checked: CheckResult) -> None:
     """Print the resources that this machine lacks for a run that starts nevertheless: to stderr, a line each."""
     for problem in checked.here:
         print(f"advice: {problem}", file=sys.stderr, flush=True)
-
-
-def print_start_over(resolved: ResolvedRun, folder: Path) -> None:
-    """Print in a line that a run without a checkpoint starts over, if it was started before with other values, and these values."""
-    if committed(of_run(folder)) or not disk.is_file(folder / files.FILE):
-        return
-    changes = changed_keys(files.read(folder / files.FILE, saved=True).resolved.spec, resolved.spec)
-    found = [
-        f"{key} = {literal(now)} (was {literal(was)})"
-        for key, (was, now) in changes.items()
-        if key.partition(".")[0] not in APART
-    ]
-    if found:
-        words = f"{folder} has no checkpoint, so this run starts over, with {', '.join(found)}. Copies of the earlier state are removed"
-        print(words, file=sys.stderr, flush=True)
-
-
-def differences(resolved: ResolvedRun, folder: Path) -> list[Problem]:
-    """Return the reasons why this run cannot resume the run in `folder`, or continue from the folder's checkpoint, which another run may
-    have saved. If the folder has no checkpoint, and never had one, any run may start in it."""
-    checkpoints = committed(of_run(folder))
-    if not checkpoints:
-        return _checkpoints_gone(folder)
-    if disk.is_file(folder / files.FILE):
-        saved = files.read(folder / files.FILE, saved=True).resolved.spec  # its cluster's file need not be there any more
-        if found := check_resume(saved, resolved.spec, samples=_consumed(checkpoints), provenance=resolved.provenance):
-            return found
-    for path in checkpoints:
-        with contextlib.suppress(DamagedCheckpointError):  # it is not used, and whoever loads the others says so
-            name = f"{path.parent.name}/{path.name}"
-            if found := check_checkpoint(name, read_manifest(path).meta, resolved.spec, provenance=resolved.provenance):
-                return found
-    return []
-
-
-def _checkpoints_gone(folder: Path) -> list[Problem]:
-    """Return the reason not to start over in a folder without checkpoints whose log names some: they may be on a file system of their
-    own."""
-    from megalith import events
-
-    saved = events.of_kind(events.read(folder), events.Checkpoint)
-    if not saved:
-        return []
-    where = of_run(folder)
-    reason = (
-        f"holds no checkpoint, but the log of this run says that step {saved[-1].step} was saved there. The run would start over"
-    )
-    way_out = f"Mount the file system of {where.name} or put the folder back, or start over in another run folder with --run-dir."
-    return [Problem("error", str(where), None, reason, way_out)]
-
-
-def _differences_if_readable(resolved: ResolvedRun, folder: Path) -> list[Problem]:
-    """Return the `differences` of a run that has invalid values, which are left out."""
-    try:
-        return differences(resolved, folder)
-    except SpecErrors as errors:  # the saved run cannot be read
-        return errors.problems
-
-
-def _consumed(checkpoints: Sequence[Path]) -> int | None:
-    """Return the samples that a run has consumed by its newest checkpoint; None if no checkpoint can be read."""
-    for path in checkpoints:  # the newest first
-        with contextlib.suppress(DamagedCheckpointError, KeyError):
-            return int(read_manifest(path).meta["position"]["samples"])
-    return None
 
 
 # --- ranks ---
@@ -448,7 +356,7 @@ def identity(spec: RunSpec) -> str:
     the same identity."""
     data = Path(spec.data.path) / manifest.FILE
     samples = sealed.digest(data.read_bytes()) if disk.is_file(data) else ""
-    return spec.model_dump_json(exclude=set(APART)) + samples
+    return spec.model_dump_json(exclude=set(saved_run.APART)) + samples
 
 
 def checkpoints(folder: Path) -> tuple[Copy, ...]:

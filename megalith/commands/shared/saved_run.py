@@ -1,0 +1,106 @@
+"""The run that a run folder holds, compared with the run that a command names. No torch."""
+
+import contextlib
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megalith import disk
+from megalith.check import check_resume
+from megalith.check.resume import changed_keys, check_checkpoint
+from megalith.checkpoint.folder import DamagedCheckpointError, committed, of_run, read_manifest
+from megalith.spec import files
+from megalith.spec.files import ResolvedRun
+from megalith.spec.problem import Problem, SpecErrors
+from megalith.spec.toml import literal
+
+APART = frozenset({"fleet", "launch", "log", "alerts", "validation", "checkpoint", "name"})
+"""Keys and tables that do not matter to a run's copies in memory: they belong to the run whatever these values are."""
+
+OLD_DEFAULTS: dict[tuple[str, str], Any] = {("optimizer", "warmup"): 2000}
+"""Former defaults, which earlier versions saved with a run. A run that began with a former default keeps it unless its file sets another
+value."""
+
+
+def with_old_defaults(resolved: ResolvedRun, folder: Path) -> ResolvedRun:
+    """Return the run with the defaults that it began with, if they differ from today's."""
+    if not disk.is_file(folder / files.FILE):
+        return resolved
+    spec, provenance = resolved.spec, dict(resolved.provenance)
+    try:
+        saved = files.read(folder / files.FILE, saved=True).resolved.spec
+        for (table, name), value in OLD_DEFAULTS.items():
+            key = f"{table}.{name}"
+            if provenance.get(key) == "default" and getattr(getattr(saved, table), name) == value:
+                spec = spec.model_copy(update={table: getattr(spec, table).model_copy(update={name: value})})
+                provenance[key] = f"default at the time when {folder / files.FILE} was written"
+    except (SpecErrors, AttributeError):  # a file that cannot be read: the comparison of the runs reports it
+        return resolved
+    return replace(resolved, spec=spec, provenance=provenance)
+
+
+def print_start_over(resolved: ResolvedRun, folder: Path) -> None:
+    """Print in a line that a run without a checkpoint starts over, if it was started before with other values, and these values."""
+    if committed(of_run(folder)) or not disk.is_file(folder / files.FILE):
+        return
+    changes = changed_keys(files.read(folder / files.FILE, saved=True).resolved.spec, resolved.spec)
+    found = [
+        f"{key} = {literal(now)} (was {literal(was)})"
+        for key, (was, now) in changes.items()
+        if key.partition(".")[0] not in APART
+    ]
+    if found:
+        words = f"{folder} has no checkpoint, so this run starts over, with {', '.join(found)}. Copies of the earlier state are removed"
+        print(words, file=sys.stderr, flush=True)
+
+
+def differences(resolved: ResolvedRun, folder: Path) -> list[Problem]:
+    """Return the reasons why this run cannot resume the run in `folder`, or continue from the folder's checkpoint, which another run may
+    have saved. If the folder has no checkpoint, and never had one, any run may start in it."""
+    checkpoints = committed(of_run(folder))
+    if not checkpoints:
+        return _checkpoints_gone(folder)
+    if disk.is_file(folder / files.FILE):
+        saved = files.read(folder / files.FILE, saved=True).resolved.spec  # its cluster's file need not be there any more
+        if found := check_resume(saved, resolved.spec, samples=_consumed(checkpoints), provenance=resolved.provenance):
+            return found
+    for path in checkpoints:
+        with contextlib.suppress(DamagedCheckpointError):  # it is not used, and whoever loads the others says so
+            name = f"{path.parent.name}/{path.name}"
+            if found := check_checkpoint(name, read_manifest(path).meta, resolved.spec, provenance=resolved.provenance):
+                return found
+    return []
+
+
+def _checkpoints_gone(folder: Path) -> list[Problem]:
+    """Return the reason not to start over in a folder without checkpoints whose log names some: they may be on a file system of their
+    own."""
+    from megalith import events
+
+    saved = events.of_kind(events.read(folder), events.Checkpoint)
+    if not saved:
+        return []
+    where = of_run(folder)
+    reason = (
+        f"holds no checkpoint, but the log of this run says that step {saved[-1].step} was saved there. The run would start over"
+    )
+    way_out = f"Mount the file system of {where.name} or put the folder back, or start over in another run folder with --run-dir."
+    return [Problem("error", str(where), None, reason, way_out)]
+
+
+def differences_if_readable(resolved: ResolvedRun, folder: Path) -> list[Problem]:
+    """Return the `differences` of a run that has invalid values, which are left out."""
+    try:
+        return differences(resolved, folder)
+    except SpecErrors as errors:  # the saved run cannot be read
+        return errors.problems
+
+
+def _consumed(checkpoints: Sequence[Path]) -> int | None:
+    """Return the samples that a run has consumed by its newest checkpoint; None if no checkpoint can be read."""
+    for path in checkpoints:  # the newest first
+        with contextlib.suppress(DamagedCheckpointError, KeyError):
+            return int(read_manifest(path).meta["position"]["samples"])
+    return None
