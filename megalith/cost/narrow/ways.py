@@ -166,7 +166,7 @@ class Ways:
 
     @cached_property
     def _formats(self) -> dict[tuple[Phase, bool], str]:
-        """Whether the products of narrow layers are narrow or wide, by phase, for dense layers (False) and experts (True)."""
+        """The format, narrow or wide, of the products of narrow layers, by phase, for dense layers (False) and experts (True)."""
         choices = self.narrow.choices
         weights = {False: choices.weight_gradient, True: choices.expert_weight_gradient}
         both = {"F": choices.forward, "I": choices.input_gradient}
