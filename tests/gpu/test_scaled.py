@@ -66,29 +66,69 @@ def test_codes_and_scales_are_those_of_the_definition_bit_for_bit(
         assert torch.equal(scales.cpu(), wanted[1])
 
 
-@pytest.mark.parametrize("granularity", RECIPES)
-@pytest.mark.parametrize("choices", [{}, {"scale": "fp32"}, {"gradients": "e5m2"}], ids=str)
-@pytest.mark.parametrize("shape", [(512, 768, 1280), (256, 1024, 512), (1024, 128, 128), (128, 512, 4096)], ids=str)
-def test_the_three_products_are_those_of_the_definition(shape: Any, choices: Any, granularity: Any, eight: torch.device):
-    """Up to the hardware's sums and the rounding of the result to bf16. Rows of scales number 1 to 32: 10, 4 and 1 are sizes at which
-    cuBLAS wants other strides. Hopper adds 32 products at a time to a sum of about 14 bits, and 128 products so before it goes on in fp32
-    (DeepSeek-V3, section 3.3.2)."""
+CHOICES: list[dict[str, Any]] = [{}, {"scale": "fp32"}, {"gradients": "e5m2"}]
+
+
+def of_sums(inner: int) -> float:
+    """Return the largest error of a sum of so many products, relative to the sum of their sizes. Hopper adds 32 products at a time to a sum
+    of about 14 bits, and 128 products so before it goes on in fp32 (DeepSeek-V3, section 3.3.2)."""
+    return TILE / 32 * 2.0**-13 + inner * 2.0**-23
+
+
+def factors_of(shape: tuple[int, int, int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x, weight and the gradient of the outputs, for so many rows, outputs and inputs."""
     rows, outputs, inputs = shape
-    here = RECIPES[granularity](PrecisionSpec(multiply="codes", granularity=granularity, **choices))
-    x, weight, grad = (
-        lively(*sizes, device=eight, seed=seed) for seed, sizes in enumerate(((rows, inputs), (outputs, inputs), (rows, outputs)))
-    )
+    sizes = (rows, inputs), (outputs, inputs), (rows, outputs)
+    x, weight, grad = (lively(*size, device=device, seed=seed) for seed, size in enumerate(sizes))
+    return x, weight, grad
+
+
+def products_of(here: Narrow, x: Tensor, weight: Tensor, grad: Tensor) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """Return each product of a layer, and its decoded factors a and b of a bᵀ, in fp64."""
     of = lambda tensor, scaling: quantise(tensor, scaling).decoded().double()  # noqa: E731
-    products = {
+    return {
         "forward": (here.fprop(x, weight), of(x, here.along), of(weight, here.weight_along)),
         "of inputs": (here.dgrad(grad, weight), of(grad, here.gradient_along), of(weight, here.weight_down).T),
         "of weights": (here.wgrad(grad, x), of(grad, here.gradient_down).T, of(x, here.down).T),
     }
-    for name, (found, a, b) in products.items():
+
+
+@pytest.mark.parametrize("granularity", RECIPES)
+@pytest.mark.parametrize("choices", CHOICES, ids=str)
+@pytest.mark.parametrize("shape", [(512, 768, 1280), (256, 1024, 512), (1024, 128, 128), (128, 512, 4096)], ids=str)
+def test_the_three_products_are_those_of_the_definition(shape: Any, choices: Any, granularity: Any, eight: torch.device):
+    """Up to the hardware's sums and the rounding of the result to bf16. Rows of scales number 1 to 32: 10, 4 and 1 are sizes at which
+    cuBLAS wants other strides."""
+    here = RECIPES[granularity](PrecisionSpec(multiply="codes", granularity=granularity, **choices))
+    for name, (found, a, b) in products_of(here, *factors_of(shape, eight)).items():
         assert found.dtype == torch.bfloat16
         exact, sizes = a @ b.T, a.abs() @ b.abs().T
-        sums = (TILE / 32 * 2.0**-13 + a.shape[1] * 2.0**-23) * sizes
+        sums = of_sums(a.shape[1]) * sizes
         assert ((found.double() - exact).abs() <= 2.0**-8 * (exact.abs() + sums) + sums).all(), name
+
+
+def ulps(found: Tensor, exact: Tensor) -> Tensor:
+    """Return the distance of bf16 numbers from exact ones (fp64), in units of the last place of a bf16 number of that size."""
+    return (found.double() - exact).abs() / torch.ldexp(torch.ones_like(exact), torch.frexp(exact).exponent - 8)
+
+
+def test_an_ulp_is_the_distance_of_neighbours():
+    one = torch.ones(1, dtype=torch.bfloat16)
+    above, below = (torch.nextafter(one, towards * one) for towards in (2, 0))
+    assert float(ulps(above, one.double())) == float(ulps(one, below.double())) == 1.0
+
+
+@pytest.mark.any_device
+@pytest.mark.parametrize("granularity", RECIPES)
+@pytest.mark.parametrize("choices", CHOICES, ids=str)
+def test_products_are_within_an_ulp_where_nothing_cancels_out(choices: Any, granularity: Any, gpu: torch.device):
+    """Half an ulp is the rounding of the result. Where terms of both signs cancel out, ulps of the small result say nothing. A device
+    without products in 8 bits computes these products from rounded factors."""
+    here = RECIPES[granularity](PrecisionSpec(multiply="codes", granularity=granularity, **choices))
+    positive = (each.abs() for each in factors_of((256, 384, 512), gpu))
+    for name, (found, a, b) in products_of(here, *positive).items():
+        most = float(ulps(found, a @ b.T).max())
+        assert most <= 0.5 + 2.0**8 * of_sums(a.shape[1]) < 1, (name, most)
 
 
 @pytest.mark.parametrize("block", [(1, TILE), (ALL, ALL)], ids=str)
