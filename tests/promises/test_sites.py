@@ -17,10 +17,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from megalith.checkpoint.folder import find
+from megalith.checkpoint.huggingface import OUTPUT
+from megalith.checkpoint.read import read_full
+from megalith.commands.export import export
 from megalith.events import Holding, Merge, Problem, RunStarted, Step, Validation, of_kind, read
 from megalith.fleet.secure.session import GREETING_BYTES, ClientHandshake
+from megalith.models import generate as writer
+from megalith.models.stage import Stage
 from megalith.parallel.data import local
 from megalith.prove.site_merges import Reference
 from megalith.report.history import history
@@ -29,7 +34,8 @@ from megalith.spec.run import RunSpec
 from megalith.spec.sites import at_site, folder_of, fragments, verdict_bytes, wire_bytes, within
 from megalith.spec.sites.deal import Deal, Share
 from megalith.train.assemble import assemble, mesh_groups
-from megalith.train.generate import load_model
+from megalith.train.evaluate import evaluate, window_losses
+from megalith.train.generate import find_tokenizer, generate, load_model
 from megalith.train.restore import indices_in
 from megalith.train.sites.record import recorded
 from megalith.train.step import train_step
@@ -55,6 +61,7 @@ from tests.runs import (
 from tests.specs import tiny_run
 
 STREAMING: dict[str, Any] = {"inner_steps": 4, "fragments": 2, "overlap": 3, "bits": 4}
+TEXT = "On day 3 the ship sailed 21 miles and nobody spoke of day 2."
 PLAIN_SGD = {"kind": "sgd", "momentum": 0.0, "nesterov": False, "clip": 0.0, "weight_decay": 0.0, "lr": 0.1}
 
 
@@ -322,18 +329,50 @@ def test_the_same_run_under_another_plan(data: Path, tmp_path: Path) -> None:
     _assert_close(_weights(changed), _weights(whole), within=1e-3)
 
 
-def test_all_that_reads_weights_finds_the_merged_ones(data: Path, tmp_path: Path) -> None:
-    spec = _spec(data, STREAMING, validation={"every": 5, "samples": 4})
-    state = _train(spec, tmp_path / "sites")
-    for site in range(2):  # the end of the run merges everything
-        own = final_state(folder_of(tmp_path / "sites", site))
-        assert all(torch.equal(state[name], own[f"{kind}{name}"]) for name in _weights(state) for kind in ("", "site."))
-    model = load_model(find(tmp_path / "sites"), device=torch.device("cpu"))
-    assert torch.equal(model.parameters_by_name()["head.output.weight"], state["weights.head.output.weight"])
-    after = _spec(data, None, train={"steps": 1, "init_from": str(tmp_path / "sites")}, validation={"every": 1, "samples": 4})
-    _train(after, tmp_path / "after")
-    losses = [event.loss for event in of_kind(read(tmp_path / "sites"), Validation)]
-    assert len(losses) == 2 and losses[1] < losses[0]
+def _weights_of(model: Stage) -> dict[str, torch.Tensor]:
+    return {f"weights.{name}": tensor.detach().clone() for name, tensor in model.parameters_by_name().items()}
+
+
+def test_all_that_reads_weights_finds_the_merged_ones(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of a round a site's own weights are others. The end of the run merges everything."""
+    folder, held = tmp_path / "sites", {"every": 3, "samples": 4}
+    end = _train(_spec(data, STREAMING, validation=held), folder)
+    for site in range(2):
+        own = final_state(folder_of(folder, site))
+        assert all(torch.equal(end[name], own[f"{kind}{name}"]) for name in _weights(end) for kind in ("", "site."))
+    middle = folder / "checkpoints" / "step-00000006"
+    state = read_full(middle)
+    merged, own = _weights(state), {name: state[f"site.{name}"] for name in _weights(state)}
+    assert not any(torch.equal(merged[name], own[name]) for name in merged), "a reader of the wrong ones is found in every tensor"
+
+    written = load_file(next(export(folder, out=tmp_path / "exported", step=6).glob("*.safetensors")))
+    assert torch.equal(written[OUTPUT], merged["weights.head.output.weight"])
+
+    model = load_model(middle, device=torch.device("cpu"))
+    assert_same_bits(_weights_of(model), merged)
+    ids = [*map(int, find_tokenizer(folder, None).encode(TEXT)), find_tokenizer(folder, None).end_of_text]
+    right = sum(window_losses(model, ids, 32)) / (len(ids) - 1)
+    with torch.no_grad():
+        for name, tensor in model.parameters_by_name().items():
+            tensor.copy_(own[f"weights.{name}"])
+    wrong = sum(window_losses(model, ids, 32)) / (len(ids) - 1)
+    assert evaluate(folder, [TEXT], step=6).loss == pytest.approx(right, rel=1e-6) and wrong != pytest.approx(right, rel=1e-5)
+
+    used = list[dict[str, torch.Tensor]]()
+    monkeypatch.setattr(writer, "generate", lambda model, ids, **_: used.append(_weights_of(model)) or ids)
+    generate(folder, "Line", tokens=1, step=6)
+    assert_same_bits(used[0], merged)
+
+    begun = {"steps": 1, "init_from": str(middle)}
+    after = _weights(
+        _train(_spec(data, None, train=begun, validation=held | {"every": 1}, optimizer={"lr": 1e-12}), tmp_path / "after")
+    )
+    _assert_close(after, merged, within=1e-6)
+    with pytest.raises(AssertionError):
+        _assert_close(after, own, within=1e-6)
+    losses = {event.step: event.loss for event in of_kind(read(folder), Validation)}
+    (there,) = [event.loss for event in of_kind(read(tmp_path / "after"), Validation)]
+    assert losses.keys() == {3, 6, 9, 10} and losses[6] == pytest.approx(there, rel=1e-6) and losses[10] < losses[3]
 
 
 def test_the_number_of_sites_may_change(data: Path, tmp_path: Path) -> None:
