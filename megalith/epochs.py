@@ -12,8 +12,6 @@ import secrets
 import shutil
 from pathlib import Path
 
-from megalith import disk
-
 VARIABLE = "MEGALITH_EPOCH"
 """Environment variable with the owner's epoch; if it is not set, the epoch is 0."""
 
@@ -64,7 +62,7 @@ def _there(run_dir: Path, file: str, *, below: int | None = None) -> list[int]:
 def _copy(run_dir: Path, file: str, epoch: int) -> None:
     before = _there(run_dir, file, below=epoch)
     own = run_dir / name(file, epoch)
-    if not before or disk.is_there(own):
+    if not before or epoch in _there(run_dir, file):
         return
     part = own.with_name(f"{own.name}.{secrets.token_hex(4)}.tmp")
     shutil.copyfile(run_dir / name(file, max(before)), part)
@@ -73,7 +71,7 @@ def _copy(run_dir: Path, file: str, epoch: int) -> None:
 
 def _move(run_dir: Path, folder: str, epoch: int) -> None:
     own = run_dir / name(folder, epoch)
-    while not disk.is_folder(own):
+    while epoch not in _there(run_dir, folder):
         before = _there(run_dir, folder, below=epoch)
         if not before:
             own.mkdir()

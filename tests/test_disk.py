@@ -66,7 +66,7 @@ def test_a_store_that_cannot_be_read_is_not_taken_for_empty(code: int, tmp_path:
         list(disk.lines(run / "checkpoints" / FILE))
 
 
-def test_paths_are_told_apart(tmp_path: Path) -> None:
+def test_folders_files_and_missing_paths_differ(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to("loop")
     paths = [tmp_path, tmp_path / "file", tmp_path / "none", tmp_path / "file" / "none", tmp_path / "loop"]
