@@ -138,7 +138,7 @@ def test_a_run_files_own_values_stay_as_they_were(tmp_path: Path):
 
 
 def test_folders_and_chunks_of_a_run_file_are_kept(tmp_path: Path):
-    """Those of each site too. A plan that leaves nothing on disk needs none."""
+    """The folders of each site are kept too. A plan that leaves nothing on disk needs none."""
     state, retain = '{ optimizer = "disk", folder = "/nvme", chunk = 32 }', '{ blocks = "disk", folder = "/scratch" }'
     other = '{ optimizer = "disk", folder = "/second", chunk = 64 }'
     (tmp_path / "run.toml").write_text(
