@@ -67,6 +67,15 @@ def _replace(path: Path, random: Random) -> None:
     part.replace(path)
 
 
+def _move(path: Path, random: Random) -> None:
+    """Rename a file. Processes that have it open still write to it, under its new name."""
+    path.rename(_moved(path))
+
+
+def _moved(path: Path) -> Path:
+    return path.with_name(f"{path.name}.moved")
+
+
 def _folder(path: Path, random: Random) -> None:
     path.unlink()
     path.mkdir()
@@ -88,6 +97,7 @@ def _alter(
             if path.is_dir():
                 path.rmdir()
             path.write_bytes(before)
+            _moved(path).unlink(missing_ok=True)
 
     return Done(f"{path.name}: {way.__name__.strip('_')}", (path.name, *names), back)
 
@@ -340,6 +350,7 @@ KINDS: dict[str, Kind] = {
     "second command": Kind("goes on", _second),
     "other commands": Kind("goes on", _others),
     "event log": Kind("goes on", _log),
+    "file that only shows moved": Kind("goes on", _altered("events*.jsonl", *SHOWN, *NOTES, ways=(_move,))),
     "files that only show": Kind("goes on", _altered(*SHOWN, ways=(*WAYS, _folder))),
     "notes in ranks/": Kind("goes on", _altered(*NOTES)),
     "older checkpoint": Kind("goes on", _older_checkpoint),
@@ -352,6 +363,7 @@ KINDS: dict[str, Kind] = {
     "command stopped a while": Kind("goes on", _stopped),
     "signal to another agent": Kind("goes on", _to_an_agent, only="agents"),
     "description": Kind("may stop", _altered("spec.json", "run.toml")),
+    "input moved": Kind("may stop", _altered("spec.json", "run.toml", "ranks/key", ways=(_move,))),
     "key": Kind("may stop", _altered("ranks/key")),
     "data": Kind("may stop", _data),
     "last checkpoint": Kind("may stop", _last_checkpoint),

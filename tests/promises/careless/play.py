@@ -59,11 +59,11 @@ def draw(seed: int, runs: Sequence[bool], *, acts: int) -> list[list[Act]]:
 
 @dataclass
 class Hurt:
-    """An act that was done, and whether the run then continued."""
+    """An act that was done. `went_on`: the run then did steps, and did not stop because of the act."""
 
     act: Act
     done: Done
-    went_on: bool = True
+    went_on: bool = False
 
     @property
     def may_stop(self) -> bool:
@@ -121,6 +121,8 @@ class Play:
         while not self._scene.goes_on(steps):
             self._judge()
             self._scene.type()
+        for hurt in self._pending:
+            hurt.went_on = True
 
     def _judge(self) -> None:
         status, said = self._scene.end(), self._said()
@@ -211,10 +213,16 @@ def shrink(acts: Sequence[Act], breaks: Callable[[Sequence[Act]], bool]) -> list
     return left
 
 
+def unproven(hurts: Sequence[Hurt]) -> set[str]:
+    """Return the kinds of acts after which a run must continue, but none did a step."""
+    ended = {hurt.act.kind for hurt in hurts if not hurt.may_stop}
+    return ended - {hurt.act.kind for hurt in hurts if hurt.went_on}
+
+
 def shares(hurts: Iterable[Hurt]) -> Iterator[str]:
     """Return for each kind of act their number, and the share after which the run continued."""
     hurts = list(hurts)
     for name, kind in KINDS.items():
         mine = [hurt.went_on for hurt in hurts if hurt.act.kind == name]
         went_on = f"{sum(mine) / len(mine):4.0%} went on" if mine else "-"
-        yield f"{name:<24} {kind.must:<9} {len(mine):4}  {went_on}"
+        yield f"{name:<26} {kind.must:<9} {len(mine):4}  {went_on}"

@@ -11,13 +11,15 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from tests.full import FULL
 from tests.patience import PATIENCE
-from tests.promises.careless.kinds import KINDS
-from tests.promises.careless.play import Act, Hurt, Reference, draw, play, shares, shrink
+from tests.promises.careless.kinds import KINDS, Done, Kind
+from tests.promises.careless.play import Act, Hurt, Play, Reference, draw, play, shares, shrink, unproven
 from tests.runs import prepare_text
 
 SECONDS = 3000.0 if FULL else 0.0
@@ -75,7 +77,7 @@ def test_whatever_is_done_to_a_run_it_ends_as_it_would_or_says_why_not(
         seed += 1
         if time.monotonic() - began > SECONDS:
             break
-    assert all(hurt.went_on for hurt in hurts if not hurt.may_stop)
+    assert not unproven(hurts)
 
 
 def _smallest(acts: Sequence[Act], agents: bool, broken: str, done: Callable[..., str]) -> str:
@@ -101,6 +103,22 @@ def test_acts_follow_from_the_seed_and_every_kind_comes_before_one_comes_again()
     assert set(kinds) == KINDS.keys()
     assert len(kinds) == 30 and max(map(kinds.count, kinds)) == 2
     assert [Act.parse(str(act)) for acts in drawn for act in acts] == [act for acts in drawn for act in acts]
+
+
+@pytest.mark.parametrize("steps", [True, False])
+def test_an_act_is_proven_only_by_steps_after_it(steps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the run stops because of another act, before it did a step after this one."""
+    monkeypatch.setitem(KINDS, "key", Kind("may stop", lambda scene, random: Done("the key cut", ("ranks/key",))))
+    monkeypatch.setitem(KINDS, "event log", Kind("goes on", lambda scene, random: Done("strange lines")))
+    goes_on = iter([True, True, steps, True])  # before each act, and at the end
+    scene: Any = SimpleNamespace(
+        type=lambda: None, goes_on=lambda steps: next(goes_on), end=lambda: 1, output=lambda: "ranks/key is cut"
+    )
+    one = Play(scene, cast(Reference, None))
+    monkeypatch.setattr(one, "_finish", lambda: None)
+    one.play([Act("key", 1, 1), Act("event log", 1, 1)])
+    assert [(hurt.act.kind, hurt.went_on) for hurt in one.hurts] == [("key", steps), ("event log", steps)]
+    assert unproven(one.hurts) == (set() if steps else {"event log"})
 
 
 @pytest.mark.parametrize("needed", [(0,), (3,), (2, 7), (0, 4, 9)])
