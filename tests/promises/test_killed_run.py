@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from megalith.check import check_resume
 from megalith.checkpoint.checkpointer import Checkpointer
 from megalith.data.stream import Stream
 from megalith.events import Checkpoint, Incident, Problem, Recovery, RunStarted, Step, of_kind, read
@@ -26,6 +27,7 @@ from megalith.fleet.heartbeat import Beat, Heartbeat
 from megalith.fleet.injection import Injection
 from megalith.fleet.local import HEARTBEATS
 from megalith.fleet.tiers.roots import _family, copies_place
+from megalith.machine.capacity import find_gpus
 from megalith.rehearse.campaign import may_mount, small_disk
 from megalith.spec.run import RunSpec
 from megalith.train import loop
@@ -128,6 +130,23 @@ def _brief(data: Path, *, steps: int = 4) -> RunSpec:
         validation={"every": 2, "samples": 4},
         checkpoint={"every": 2},
     )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_gpus()[0] > 0, reason='here "auto" is a GPU, whose bits are not those of a CPU')
+def test_another_device_key_between_two_commands_changes_no_bit(data: Path, tmp_path: Path) -> None:
+    """The device is where the work happens, so a resumed run may name another; without a GPU, "auto" is the CPU too."""
+
+    def brief(device: str, steps: int) -> RunSpec:
+        spec = _brief(data, steps=steps)
+        return spec.model_copy(update={"train": spec.train.model_copy(update={"device": device})})
+
+    train(brief("auto", 2), tmp_path / "run")
+    assert check_resume(brief("auto", 2), brief("cpu", 4)) == []
+    train(brief("cpu", 4), tmp_path / "run")
+    train(brief("cpu", 4), tmp_path / "whole")
+    assert_same_bits(final_state(tmp_path / "whole"), final_state(tmp_path / "run"))
+    assert position(tmp_path / "whole") == position(tmp_path / "run")
 
 
 @sampled(6, together=True)
