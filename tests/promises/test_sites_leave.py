@@ -38,8 +38,8 @@ from tests.runs import (
     when,
 )
 
-AT_ONCE = 30.0
-"""Seconds: far below `fleet.wait_limit`, for a machine with much else to do."""
+AT_ONCE = PATIENCE
+"""Seconds: far below `fleet.wait_limit`, for which a site would wait."""
 
 
 @pytest.fixture(scope="module")

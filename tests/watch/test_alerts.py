@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -24,6 +25,7 @@ from megalith.watch.alerts import Alert, Alerts, post, run
 from megalith.watch.health import run_health
 from megalith.watch.signs import HealthMessage
 from megalith.watch.source import Source
+from tests.patience import PATIENCE
 from tests.report.run_folder import start, step
 
 ALL = AlertsSpec(run="true", on=("ended", "silent", "loss", "slow", "memory", "experts", "disk", "finished"))
@@ -300,8 +302,10 @@ def test_alerts_of_a_run_file_and_none_of_a_folder(tmp_path: Path) -> None:
     assert done.returncode == 2 and not (tmp_path / "ran").exists()
     command = [sys.executable, "-m", "megalith.cli", "watch", str(run_dir)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline()
-        time.sleep(3)
+        assert process.stdout is not None
+        page = process.stdout.readline().split(": ", 1)[1].strip()
+        with urllib.request.urlopen(f"{page}panel/alive", timeout=PATIENCE) as panel:
+            assert panel.read(), "the page has looked for signs"
         process.send_signal(signal.SIGTERM)
     assert not (tmp_path / "ran").exists() and [path.name for path in tmp_path.iterdir()] == ["run"]
 

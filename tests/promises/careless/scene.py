@@ -16,6 +16,7 @@ import psutil
 from megalith import epochs
 from megalith.events import FILE
 from megalith.fleet.environment import MEETING
+from megalith.fleet.exit_codes import ORDERLY
 from megalith.rehearse.supervised_agents import HOST, free_port
 from tests.patience import PATIENCE
 
@@ -25,9 +26,6 @@ MANY = 100_000
 QUIET = PATIENCE
 """Seconds without a step or output after which a wait counts as silent. This is longer than `fleet.wait_limit`, whose beginning is
 logged, and longer than a start on an overloaded machine."""
-
-LEAVE = 5.0
-"""Seconds for agents to end after their run has ended. Then their engine ends them."""
 
 RUN = """
 name = "careless"
@@ -132,7 +130,8 @@ class Scene:
             self._look()
             time.sleep(0.05)
         self._look()
-        until = time.monotonic() + LEAVE
+        leave = self.command.returncode in ORDERLY  # else they wait for another command, until their engine ends them
+        until = time.monotonic() + (PATIENCE if leave else 0.0)
         while any(process.poll() is None for process in self.processes) and time.monotonic() < until:
             time.sleep(0.05)
         self.kill()

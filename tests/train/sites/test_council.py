@@ -36,6 +36,7 @@ from megalith.train.sites.messages import (
 )
 from megalith.train.sites.synchronous import AllSitesCouncil
 from tests.full import only_full
+from tests.patience import PATIENCE
 
 LINE = "ab" * 8
 
@@ -272,13 +273,13 @@ def test_the_last_merges_wait_for_all() -> None:
 
 def test_a_site_that_is_started_again_is_not_waited_for() -> None:
     hub = Hub()
-    councils = _all(hub, grace=60.0)
-    again = _council(hub, 2, start="again", grace=60.0)
+    councils = _all(hub, grace=2 * PATIENCE)
+    again = _council(hub, 2, start="again", grace=2 * PATIENCE)
     for one in councils[:2]:
         one.post(_difference(4))
     began = time.monotonic()
     verdict = councils[0].decide(0, 0, 4, 4, members=MEMBERS)
-    assert verdict.left == (2,) and time.monotonic() - began < 30
+    assert verdict.left == (2,) and time.monotonic() - began < PATIENCE
     assert again.begin([], 5.0) == Beginning(None, anew=True)
     councils[0].listen()
     assert councils[0].asking({0: 0, 1: 0}) == [2] and councils[0].asking({0: 0, 1: 0}) == [], "once"
