@@ -62,7 +62,7 @@ def start(run_file: Path, tmp_path: Path) -> Iterator[Start]:
         injection.save(tmp_path / "faults.json", faults or [])
         words = [word for setting in settings for word in ("--set", setting)]
         command = [sys.executable, "-m", "megalith.cli", "train", str(run_file), "--run-dir", str(tmp_path / "run"), *words]
-        environment = os.environ | {injection.VARIABLE: str(tmp_path / "faults.json")} | variables
+        environment = os.environ | {injection.VARIABLE: str(tmp_path / "faults.json")} | dict(variables)
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
         started.append(process)
         return process
