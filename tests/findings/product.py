@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +21,8 @@ import psutil
 
 ROOT = Path(__file__).parents[2]
 TREE = Path(os.environ.get("MEGALITH_TREE") or ROOT).resolve()
-PATIENCE = 120.0
-"""Seconds to wait for a condition: far more than a busy machine needs."""
+PATIENCE = 600.0
+"""Seconds after which a condition counts as one that never comes: no test depends on a machine's speed."""
 
 UNKNOWN = re.compile(r"No such (option|command)|ModuleNotFoundError|ImportError|is no key|unknown key")
 
@@ -55,13 +55,14 @@ def _environment(more: Mapping[str, str]) -> dict[str, str]:
     return kept | {"PYTHONPATH": str(TREE), "COLUMNS": "200", "OMP_NUM_THREADS": "1", **more}
 
 
-def megalith(*arguments: object, at: Path, stdin: Path | None = None) -> Said:
-    """Run a command in the folder `at` until it ends. Raises IncomparableError if this tree does not know the command or an option."""
-    with stdin.open() if stdin else open(os.devnull) as text:
-        done = subprocess.run(
-            [sys.executable, "-m", "megalith.cli", *map(str, arguments)],
-            cwd=at, env=_environment({}), stdin=text, capture_output=True, text=True, timeout=2 * PATIENCE, check=False,
-        )  # fmt: skip
+def megalith(*arguments: object, at: Path, piped: str = "") -> Said:
+    """Run a command in the folder `at` until it ends; `piped`: text in a pipe, its standard input. Raises IncomparableError if this tree
+    does not know the command or an option."""
+    done = subprocess.run(
+        [sys.executable, "-m", "megalith.cli", *map(str, arguments)],
+        cwd=at, env=_environment({}), input=piped, capture_output=True, text=True, errors="surrogateescape", timeout=2 * PATIENCE,
+        check=False,
+    )  # fmt: skip
     said = Said(done.returncode, done.stdout, done.stderr)
     if UNKNOWN.search(said.words):
         raise IncomparableError(said.words)
@@ -116,14 +117,18 @@ class Running:
 
 @contextmanager
 def running(
-    *arguments: object, at: Path, env: Mapping[str, str] | None = None, stdout: int | IO[bytes] | None = None
+    *arguments: object,
+    at: Path,
+    env: Mapping[str, str] | None = None,
+    stdout: int | IO[bytes] | None = None,
+    under: Sequence[str] = (),
 ) -> Iterator[Running]:
     """Start a command in the folder `at`, and kill it with all its processes at the end. Standard output goes to `stdout`, if given;
-    `output` is then only its standard error."""
+    `output` is then only its standard error. `under`: a program, with its arguments, that executes the command."""
     output = at / f"output-{time.monotonic_ns()}.txt"
     with output.open("wb") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "megalith.cli", *map(str, arguments)],
+            [*under, sys.executable, "-m", "megalith.cli", *map(str, arguments)],
             cwd=at, env=_environment(env or {}), stdin=subprocess.DEVNULL, stdout=file if stdout is None else stdout, stderr=file,
             start_new_session=True,
         )  # fmt: skip

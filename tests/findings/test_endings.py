@@ -133,6 +133,19 @@ def test_c1_a_line_of_the_log_that_is_no_event_ends_no_run(run: Endless) -> None
     run.sound = True
 
 
+def test_c1_a_log_that_cannot_be_read_for_a_while_ends_no_run(run: Endless, tmp_path: Path) -> None:
+    log = run.folder / "events.jsonl"
+    log.rename(tmp_path / "log")
+    (log / "a folder that is not empty").mkdir(parents=True)
+    run.command.until(lambda: "events.jsonl cannot be read" in run.command.output, or_ended=True)
+    time.sleep(3)  # the fault itself: a display gave up after as long
+    log.rename(tmp_path / "folder")
+    (tmp_path / "log").rename(log)
+    run.await_steps(5)
+    assert not run.command.ended, run.command.output[-500:]
+    run.sound = True
+
+
 def test_c2_a_run_folder_that_is_away_for_a_while_ends_no_run(run: Endless, tmp_path: Path) -> None:
     """Nothing is written at the folder's old place, which may be a bare mount point."""
     run.folder.rename(tmp_path / "elsewhere")
@@ -140,13 +153,39 @@ def test_c2_a_run_folder_that_is_away_for_a_while_ends_no_run(run: Endless, tmp_
     for rank in ranks:
         os.kill(rank, signal.SIGKILL)
     run.command.until(lambda: not any(map(psutil.pid_exists, ranks)), or_ended=True)
-    time.sleep(2)
+    run.command.until(
+        lambda: f"{run.folder.name} cannot be used" in run.command.output, or_ended=True
+    )  # it has tried to start them
     made = sorted(run.folder.rglob("*")) if run.folder.exists() else []
     assert not made
     (tmp_path / "elsewhere").rename(run.folder)
     run.await_steps(3)
     assert not run.command.ended, run.command.output[-500:]
     run.sound = True
+
+
+NOT_ROOT = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
+"""Executes a command without root's right to every file."""
+
+
+def test_c2_a_run_folder_without_permission_for_a_while_ends_no_run(at: Path) -> None:
+    under = () if os.geteuid() else NOT_ROOT
+    if under and not shutil.which(under[0]):
+        pytest.skip("root may read everything, and setpriv, which could forbid it, is not installed")
+    folder, words = at / "forbidden", ["train", "run.toml", "--run-dir", "forbidden", "--set", "train.steps=100000"]
+    with running(*words, at=at, under=under) as command:
+        command.until(lambda: events(folder, "checkpoint"))
+        mode, ranks = folder.stat().st_mode, [rank.pid for rank in command.ranks()]
+        folder.chmod(0)
+        try:
+            for rank in ranks:
+                os.kill(rank, signal.SIGKILL)
+            command.until(lambda: "Permission denied" in command.output, or_ended=True)
+        finally:
+            folder.chmod(mode)
+        done = max(event["step"] for event in events(folder, "step"))
+        command.until(lambda: max(event["step"] for event in events(folder, "step")) > done + 3, or_ended=True)
+        assert not command.ended, command.output[-500:]
 
 
 def test_c3_emptied_shared_memory_restarts_nobody(run: Endless) -> None:
@@ -224,6 +263,14 @@ def test_c8_numbers_that_are_not_finite_are_diagnosed_once(diverged: Running) ->
 
 def test_c5_a_run_that_ends_wrongly_says_what_it_leaves_in_memory(diverged: Running) -> None:
     assert "/dev/shm/megalith-" in diverged.output
+
+
+def test_c5_and_how_to_clear_it(diverged: Running, at: Path) -> None:
+    assert "megalith clean" in diverged.output, "no command clears it"
+    left = {Path(path) for path in re.findall(r"/dev/shm/megalith-[\w.-]+", diverged.output)}
+    assert any(path.exists() for path in left)
+    assert megalith("clean", "diverged", "--yes", at=at).status == 0
+    assert not any(path.exists() for path in left)
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU")

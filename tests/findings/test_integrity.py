@@ -8,11 +8,11 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.findings.product import Running, events, megalith, running, write_verse
@@ -44,6 +44,15 @@ def test_a4_a_parquet_file_alone_is_refused_as_one(tmp_path: Path) -> None:
     assert "arquet" in words.replace("c.parquet", "")
 
 
+def test_a4_a_folder_of_parquet_alone_is_told_in_words(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "c.parquet").write_bytes(b"PAR1\0\0 columns \0\0PAR1")
+    status, words = _prepare(tmp_path, "texts")
+    assert status != 0
+    assert "extensions=None" not in words
+    assert "arquet" in words.replace("c.parquet", "")
+
+
 @pytest.fixture(scope="module")
 def begun(at: Path) -> str:
     """A folder of weights with which a run can begin."""
@@ -58,6 +67,31 @@ def test_a3_weights_of_another_model_of_the_same_shapes_are_not_started_from(val
     said = megalith("check", "run.toml", "--set", f"train.init_from={begun}", "--set", f"model.{value}", at=at)
     assert said.status != 0
     assert value.partition("=")[0] in said.words
+
+
+@pytest.fixture(scope="module")
+def four(at: Path) -> str:
+    """A checkpoint of a model of four layers."""
+    short = ["--set", "model.layers=4", "--set", "train.steps=1", "--set", "optimizer.warmup=0"]
+    assert megalith("train", "run.toml", "--run-dir", "four", *short, at=at).status == 0
+    return "four/checkpoints"
+
+
+@sampled(5, together=True)
+def test_a3_layers_of_the_weights_are_not_dropped(four: str, at: Path) -> None:
+    said = megalith("check", "run.toml", "--set", f"train.init_from={four}", "--set", "model.layers=3", at=at)
+    assert said.status != 0
+    assert "layers" in said.words
+
+
+@sampled(5, together=True)
+def test_a3_weights_are_not_trained_on_the_tokens_of_another_tokenizer(four: str, at: Path) -> None:
+    assert megalith("tokenizer", "train", "verse.txt", "--vocab", "264", "--out", "other-tokenizer", at=at).status == 0
+    assert megalith("data", "prepare", "verse.txt", "--tokenizer", "other-tokenizer", "--out", "other", at=at).status == 0
+    settings = [f"train.init_from={four}", "model.layers=4", "data.path=other"]
+    said = megalith("check", "run.toml", *(word for one in settings for word in ("--set", one)), at=at)
+    assert said.status != 0
+    assert "tokenizer" in said.words
 
 
 def test_a6_a_smallest_learning_rate_is_not_read_as_a_share_without_a_word(at: Path) -> None:
@@ -180,6 +214,23 @@ def test_a11_a_fifo_is_refused_at_once(tmp_path: Path) -> None:
     assert "pipe" in command.output
 
 
+def test_a11_a_pipe_of_the_shell_is_not_said_to_hold_no_text(tmp_path: Path) -> None:
+    """`<(...)` gives a command a pipe under a name such as /dev/fd/63."""
+    said = megalith(
+        "data",
+        "prepare",
+        "verse=/dev/stdin",
+        "--tokenizer",
+        "bytes",
+        "--out",
+        "out",
+        at=tmp_path,
+        piped="A line of a verse.\n" * 500,
+    )
+    assert "no text" not in said.words
+    assert said.status == 0 or "pipe" in said.words
+
+
 def _open_when_read(pipe: Path, command: Running) -> bool:
     """Wait until the command has ended or reads the pipe: only then can the pipe be opened for writing without waiting."""
     readers: list[int] = []
@@ -235,11 +286,45 @@ def test_a14_a_domain_that_no_file_can_be_named_after_is_told_by_its_name(tmp_pa
     assert "domain" in words
 
 
+def test_a14_a_file_whose_name_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9.txt")
+    write_verse(tmp_path / name)
+    status, words = _prepare(tmp_path, name)
+    assert "surrogates" not in words and "Traceback" not in words
+    assert status == 0 or "caf" in words
+
+
+def test_a14_output_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    write_verse(tmp_path / "a.txt")
+    (tmp_path / "taken").touch()
+    status, words = _prepare(tmp_path, "a.txt", out="taken/out")
+    assert status != 0
+    assert str(tmp_path / "taken") in words or "taken/out" in words
+    assert "Errno" not in words
+
+
+def test_a14_invalid_utf_8_is_told_with_its_line_and_offset(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"one\ntwo\nth\xffree\n")
+    status, words = _prepare(tmp_path, "a.txt")
+    assert status != 0
+    assert "a.txt:3" in words
+    assert "offset 10" in words
+
+
 @sampled(5, together=True)
-def test_a15_a_checkpoint_whose_manifest_is_gone_is_named(at: Path) -> None:
-    short = ["train", "run.toml", "--run-dir", "manifest", "--set"]
+@pytest.mark.parametrize("damage", ["gone", "broken", "altered"])
+def test_a15_a_checkpoint_whose_manifest_cannot_be_used_is_named(at: Path, damage: str) -> None:
+    short = ["train", "run.toml", "--run-dir", f"manifest-{damage}", "--set"]
     assert megalith(*short, "train.steps=20", at=at).status == 0
-    (at / "manifest" / "checkpoints" / "step-00000020" / "manifest.json").unlink()
+    manifest = at / f"manifest-{damage}" / "checkpoints" / "step-00000020" / "manifest.json"
+    if damage == "gone":
+        manifest.unlink()
+    elif damage == "broken":
+        os.truncate(manifest, 100)
+    else:
+        content = json.loads(manifest.read_text())
+        content["step"] = 21
+        manifest.write_text(json.dumps(content))
     said = megalith(*short, "train.steps=30", at=at)
     assert "step-00000020" in said.words
     assert said.status == 0
@@ -355,6 +440,20 @@ def test_a10_a_checkpoint_of_another_run_is_not_taken_as_this_ones(at: Path, run
 
 
 @sampled(5, together=True)
+@pytest.mark.parametrize(
+    "other", ["model.heads=4", "model.rope_theta=500000.0", "model.init_std=0.1", "optimizer.weight_decay=0.3"]
+)
+def test_a10_a_checkpoint_of_a_run_with_another_value_of_equal_shapes_is_not_taken(at: Path, run: Running, other: str) -> None:
+    saved = at / "run" / events(at / "run", "checkpoint")[-1]["path"]
+    folder = f"other-{other.partition('=')[0]}"
+    shutil.copytree(saved, at / folder / "checkpoints" / saved.name)
+    settings = ["--set", other, "--set", f"train.steps={int(saved.name.rpartition('-')[2])}"]
+    said = megalith("train", "run.toml", "--run-dir", folder, *settings, at=at)
+    assert said.status != 0
+    assert other.partition("=")[0] in said.words
+
+
+@sampled(5, together=True)
 def test_a2_an_edited_spec_is_not_trained_with_after_a_fault(at: Path, run: Running) -> None:
     """This is the last test of the run, which ends here."""
     spec = at / "run" / "spec.json"
@@ -413,7 +512,7 @@ def test_a15_a_disk_that_was_full_leaves_no_torn_line(at: Path, tmp_path: Path) 
                         while filler.write(bytes(block)):
                             pass
             size = (run / "events.jsonl").stat().st_size
-            command.until(lambda: _full(disk, run, size), or_ended=True)
+            command.until(lambda: _full(command, disk, run, size), or_ended=True)
             (disk / "filler").unlink()
             last = len(events(run, "step"))
             command.until(lambda: len(events(run, "step")) > last + 20)
@@ -421,8 +520,18 @@ def test_a15_a_disk_that_was_full_leaves_no_torn_line(at: Path, tmp_path: Path) 
         assert all(line.startswith(b"{") and line.endswith(b"}") for line in lines), [one for one in lines if one[-1:] != b"}"]
 
 
-def _full(disk: Path, run: Path, size: int) -> bool:
-    """True once the log has filled the rest of its last page and can no longer grow."""
+def _full(command: Running, disk: Path, run: Path, size: int) -> bool:
+    """True once the log has filled the rest of its last page and can no longer grow, while the ranks compute for a second."""
     before = (run / "events.jsonl").stat().st_size
-    time.sleep(2.0)
+    until = _computed(command) + 1.0
+    command.until(lambda: _computed(command) >= until, or_ended=True)
     return os.statvfs(disk).f_bavail == 0 and before == (run / "events.jsonl").stat().st_size >= size
+
+
+def _computed(command: Running) -> float:
+    """Return the seconds of processor time of a command's ranks."""
+    total = 0.0
+    for rank in command.ranks():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            total += rank.cpu_times().user
+    return total

@@ -1,11 +1,13 @@
 """Part B: attacks by neighbours on the network and by other users of the machine."""
 
 import contextlib
+import resource
 import signal
 import socket
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import psutil
 import pytest
 
 from tests.findings.product import PATIENCE, Running, events, running
+from tests.full import only_full
 
 AGENTS = ["--set", "fleet.nodes=2", "--set", "plan.data=2"]
 
@@ -78,6 +81,47 @@ for member in range(1, store.add("joined", 0) + 1):
     store.set(f"expelled/{member}", "")
 store.set(f"member/{store.add('joined', 1)}", "garbage{")
 """
+
+
+THREE_VALUES = """
+import sys
+from datetime import timedelta
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, timeout=timedelta(seconds=20), wait_for_workers=False)
+for number in range(3):
+    store.set(f"value/{number}", bytes(100 << 20))
+"""
+
+
+def test_b1_values_of_a_stranger_are_not_kept(agents: list[Running], port: int) -> None:
+    """300 MiB of them stayed in the memory of the agents' store."""
+
+    def held() -> int:
+        return sum(process.memory_info().rss for process in _processes(agents))
+
+    before = held()
+    subprocess.run([sys.executable, "-c", THREE_VALUES, str(port)], capture_output=True, timeout=PATIENCE, check=False)
+    assert held() - before < 200 << 20
+    assert not any(agent.ended for agent in agents)
+
+
+@only_full
+def test_b1_thousands_of_idle_connections_lose_no_agent(at: Path, agents: list[Running], port: int) -> None:
+    """Some 4,000 slowed the store's answers until an agent counted as lost."""
+    count, limits = 4000, resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(limits[1], count + 1000), limits[1]))
+    before = len(events(at / "run", "incident"))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        for _ in range(count):
+            with contextlib.suppress(OSError):  # refused
+                stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=PATIENCE))
+        begun, done = time.monotonic(), len(events(at / "run", "step"))
+        agents[0].until(  # longer than an agent may be silent
+            lambda: time.monotonic() - begun > 90 and len(events(at / "run", "step")) > done + 5, or_ended=True
+        )
+    assert not any(agent.ended for agent in agents), agents[0].output[-500:]
+    assert len(events(at / "run", "incident")) == before
 
 
 def test_b1_whoever_reaches_the_port_orders_nobody_about(at: Path, agents: list[Running], port: int) -> None:
