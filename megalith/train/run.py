@@ -283,7 +283,7 @@ def prepare(
     )  # fmt: skip
     with refusing(own.OwnPartError):
         trainer = assemble(spec, groups=groups, device=device, folder=folder, callbacks=Callbacks(spec.train.callbacks))
-    told = {"beat": heartbeat.again, "asked": lambda: bool(stop)}
+    told: dict[str, Any] = {"beat": heartbeat.again, "asked": lambda: bool(stop)}
     sites = build(trainer, folder, **told, data=stream.fingerprint) if spec.sites else None
     if spec.checkpoint.every and spec.checkpoint.asynchronous:
         checkpointer.reserve(

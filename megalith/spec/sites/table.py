@@ -17,7 +17,7 @@ FULL = 32
 """Bits of an element that sites send without rounding, in fp32."""
 CHUNK = 4096
 """Number of neighbouring elements of a tensor from which the `top_k` largest are sent (SparseLoCo, arXiv:2508.15706)."""
-MOST_SITES = 64
+MAX_SITES = 64
 """Largest number of sites: messages have a bit for each."""
 
 EVERY_STEP: dict[str, Any] = {"inner_steps": 1, "lr": 1.0, "momentum": 0.0}
@@ -75,7 +75,7 @@ class SitesSpec(Spec):
     )
     count: PositiveInt = Field(
         default=2,
-        le=MOST_SITES,
+        le=MAX_SITES,
         description="number of sites; each site runs the whole plan on its own ranks; default: the number of tables in sites.each, else 2",
     )
     inner_steps: PositiveInt = Field(default=30, description="steps between two merges of the same weights")
@@ -163,7 +163,7 @@ class SitesSpec(Spec):
     def _fill_in(self) -> Self:
         """Set keys that the table leaves out: with `method = "data-parallel"` to EVERY_STEP, and `count` to the number of tables in `each`.
         A `mode="before"` validator would make pydantic refuse lists in place of tuples."""
-        counted = {"count": len(self.each)} if 0 < len(self.each) <= MOST_SITES else {}
+        counted = {"count": len(self.each)} if 0 < len(self.each) <= MAX_SITES else {}
         for key, value in (counted | (EVERY_STEP if self.exchanges_gradients else {})).items():
             if key not in self.model_fields_set:
                 object.__setattr__(self, key, value)  # specs are frozen once they are validated
