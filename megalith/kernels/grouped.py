@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalith.kernels.product import product
+from megalith.kernels.product import defined_product, product
 
 ALIGNMENT = 16  # bytes that the strides of torch's grouped product are multiples of
 
@@ -75,19 +75,23 @@ def grouped_plain(x: Tensor, weight: Tensor, sizes: Sizes) -> Tensor:
     return torch.cat(parts)
 
 
-def grouped_products(x: Tensor, matrices: Tensor, sizes: Sizes) -> Tensor:
+def grouped_products(x: Tensor, matrices: Tensor, sizes: Sizes, *, defined: bool = False) -> Tensor:
     """Multiply each group's rows by its matrix: x [rows, a], matrices [groups, a, b] -> [rows, b]. One launch is enough if
     torch's grouped product can be used.
 
-    `sizes` must add up to the rows of x, because torch's product leaves rows after the last group uninitialised.
+    `sizes` must add up to the rows of x, because torch's product leaves rows after the last group uninitialised. `defined`: each product is
+    a `defined_product`, of fp32 factors.
     """
     if _torch_can(x, matrices):
         return F.grouped_mm(x, matrices, offs=sizes.ends(x.device))
     out = x.new_empty(x.shape[0], matrices.shape[2])
     first = 0
     for rows, matrix in zip(sizes.host, matrices, strict=True):
-        if rows:  # a product of no rows is a call all the same
-            product(x[first : first + rows], matrix, out=out[first : first + rows])
+        part = slice(first, first + rows)
+        if rows and defined:
+            out[part] = defined_product(x[part], matrix)
+        elif rows:  # a product of no rows is a call all the same
+            product(x[part], matrix, out=out[part])
         first += rows
     assert first == x.shape[0], (first, x.shape)
     return out

@@ -1,9 +1,9 @@
-"""Recipes for products whose factors are in formats of 8 or 4 bits. If scales are powers of two, bf16 represents each scaled
-number exactly, and the product is a bf16 product of rounded factors. NVFP4's scales and fp32 scales are not powers of two, so
-products with these scales are computed in fp32 and rounded once. By definition of these formats, each tile of the inner dim gives
-one fp32 partial sum; here the order of sums differs. Each factor is rounded along the dim over which its product sums. A product
-of rounded factors is no faster than one in bf16: it only computes the numbers that hardware with few bits would compute. `kernels.scaled`
-multiplies in 8 bits.
+"""Recipes for products whose factors are in formats of 8 or 4 bits. By definition of these formats, each 128 numbers of the inner dim
+give one partial sum in fp32, and these are added up in fp32 (`kernels.product.defined_product`). NVFP4's scales and fp32 scales are not
+powers of two: a CPU computes their products by the definition, and rounds them once; a GPU chooses the order of fp32 sums. If scales are
+powers of two, bf16 represents each scaled number exactly, and the product is a bf16 product of rounded factors: the definition up to
+the order of fp32 sums. Each factor is rounded along the dim over which its product sums. A product of rounded factors is no faster than
+one in bf16: it only computes the numbers that hardware with few bits would compute. `kernels.scaled` multiplies in 8 bits.
 """
 
 from abc import ABC, abstractmethod
@@ -17,10 +17,11 @@ from torch import Tensor
 
 from megalith.kernels.draws import key_of, tokens_at_work, uniform
 from megalith.kernels.elements import E4M3, ELEMENTS, Element
-from megalith.kernels.grouped import Sizes, filled
+from megalith.kernels.grouped import Sizes, filled, grouped_products
 from megalith.kernels.hadamard import rotated
 from megalith.kernels.multiply import Multiply
 from megalith.kernels.packed import once, pack, unpack
+from megalith.kernels.product import defined_product
 from megalith.kernels.quantise import ALL, Scale, Scaling, Share, narrowed
 from megalith.kernels.scaled import Factor, multiplies, scaled_product
 from megalith.spec.numbers import PrecisionSpec
@@ -179,8 +180,11 @@ class Narrow(Multiply, ABC):
         return self._tokens(x, self.along, INPUTS, grouped=sizes is not None)
 
     def _product(self, rows: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sizes | None) -> Tensor:
-        bias = None if bias is None else bias.to(rows.dtype)
-        return super().fprop(rows, self._weight(weight, self.weight_along), bias, sizes=sizes)
+        weight = self._weight(weight, self.weight_along)
+        if self.along.exact:
+            return super().fprop(rows, weight, bias, sizes=sizes)
+        out = _defined(rows, weight.mT, sizes)
+        return out if bias is None else out.add_(bias.float())
 
     def dgrad(self, grad: Tensor, weight: Tensor, *, sizes: Sizes | None = None, out: Tensor | None = None) -> Tensor:
         if self.choices.input_gradient == "wide" or self._wide:
@@ -195,9 +199,9 @@ class Narrow(Multiply, ABC):
         draws = self._draws(grad, "of inputs", sizes)
         rows = self._tokens(grad, self.gradient_along, OUTPUTS, grouped=sizes is not None, draws=draws)
         weight = self._weight(weight, self.weight_down)
-        if rows.dtype == grad.dtype:
+        if self.gradient_along.exact:
             return super().dgrad(rows, weight, sizes=sizes, out=out)
-        of_x = super().dgrad(rows, weight, sizes=sizes).to(grad.dtype)
+        of_x = _defined(rows, weight, sizes).to(grad.dtype)
         return of_x if out is None else out.copy_(of_x)
 
     def wgrad(self, grad: Tensor, x: Tensor, *, sizes: Sizes | None = None) -> Tensor:
@@ -219,9 +223,9 @@ class Narrow(Multiply, ABC):
         if self.rotation:
             grad, x = rotated(grad, self.rotation), rotated(x, self.rotation)
         grad, x = self._tokens(grad, self.gradient_down, OUTPUTS, draws=draws), self._tokens(x, self.down, INPUTS)
-        if self.down.exact:
-            grad, x = grad.to(dtype), x.to(dtype)  # what was rotated in fp32 is rounded to numbers of bf16
-        return super().wgrad(grad, x).to(dtype)
+        if not self.down.exact:
+            return defined_product(grad.T, x).to(dtype)
+        return super().wgrad(grad.to(dtype), x.to(dtype))  # what was rotated in fp32 is rounded to numbers of bf16
 
     def _wgrad_of_experts(self, grad: Tensor, x: Tensor, sizes: Sizes) -> Tensor:
         """gradᵀ x for each expert. Only rows of the same expert share a scale or are rotated together. An expert's last tile may be
@@ -232,9 +236,10 @@ class Narrow(Multiply, ABC):
             grad, x = rotated(grad, self.rotation), rotated(x, self.rotation)
         grad = self._apart(grad, self.gradient_down, sizes, self._draws(grad, "of weights", sizes))
         x = self._apart(x, self.down, sizes)
-        if self.down.exact:
-            grad, x = grad.to(dtype), x.to(dtype)
-        return super().wgrad(grad, x, sizes=sizes).to(dtype)
+        if not self.down.exact:
+            pairs = zip(grad.split(sizes.host), x.split(sizes.host), strict=True)
+            return torch.stack([defined_product(of_results.T, rows) for of_results, rows in pairs]).to(dtype)
+        return super().wgrad(grad.to(dtype), x.to(dtype), sizes=sizes)
 
     def _apart(self, x: Tensor, scaling: Scaling, sizes: Sizes, draws: Tensor | None = None) -> Tensor:
         """Round the rows of each expert on their own."""
@@ -423,6 +428,10 @@ def losses() -> Iterator[dict[str, Tensor]]:
         yield _counts
     finally:
         _counts = before
+
+
+def _defined(a: Tensor, b: Tensor, sizes: Sizes | None) -> Tensor:
+    return defined_product(a, b) if sizes is None else grouped_products(a, b, sizes, defined=True)
 
 
 def _spans(scaling: Scaling) -> bool:

@@ -13,6 +13,7 @@ from megalith.kernels.grouped import Sizes
 from megalith.kernels.hadamard import rotated
 from megalith.kernels.multiply import Multiply
 from megalith.kernels.narrow import INPUTS, OUTPUTS, TOKENS, Narrow, in_slabs, losses, maxima
+from megalith.kernels.product import defined_product
 from megalith.kernels.quantise import ALL, Scaling, quantise
 from megalith.kernels.recipes import Blockwise, Microscaled, Microscaled4, NvFp4, Rowwise, Tensorwise
 from megalith.spec.numbers import PrecisionSpec
@@ -66,48 +67,77 @@ def test_an_infinity_is_no_large_number() -> None:
 # --- products ---
 
 
-def partial_sums(a: Tensor, b: Tensor, tile: int) -> Tensor:
-    """Return a bᵀ by the definition: fp32 sums along each tile of the inner dim, added up in fp32."""
-    total = torch.zeros(a.shape[0], b.shape[0])
+def by_tiles(a: Tensor, b: Tensor, tile: int) -> Tensor:
+    """Return a b, summed along each tile of the inner dim in fp32, and added up in fp32."""
+    total = torch.zeros(a.shape[0], b.shape[1])
     for first in range(0, a.shape[1], tile):
-        total += a[:, first : first + tile] @ b[:, first : first + tile].T
+        total += a[:, first : first + tile] @ b[first : first + tile]
     return total
 
 
-@pytest.mark.parametrize("recipe", EVERY)
-def test_the_three_products_are_those_of_the_definition(recipe: type[Narrow]) -> None:
-    """The products are equal up to the order of fp32 sums and the rounding of the result to bf16. The bound follows
-    from both, not from measurements."""
-    here, x, weight, grad = small(recipe), lively(64, 96), lively(80, 96, seed=1), lively(64, 80, seed=2)
-    rows, columns, both = (Scaling(here.along.element, block, here.along.scale) for block in ((1, 16), (16, 1), (16, 16)))
-    along, down = (both, both) if recipe in SQUARES else (rows, columns)
-    factors = [
-        (here.fprop(x, weight), decoded(x, rows), decoded(weight, along)),
-        (here.dgrad(grad, weight), decoded(grad, rows), decoded(weight, down).T),
-        (here.wgrad(grad, x), decoded(grad, columns).T, decoded(x, columns).T),
-    ]
-    for found, a, b in factors:
-        exact, sizes = a.double() @ b.double().T, a.double().abs() @ b.double().abs().T
-        inner = a.shape[1]
-        assert ((partial_sums(a, b, 16) - exact).abs() <= inner * 2**-24 * sizes).all()
-        assert ((found.double() - exact).abs() <= 2**-8 * exact.abs() + inner * 2**-23 * sizes).all()
+@pytest.mark.parametrize("inner", [384, 200, 128, 40, 0])
+def test_the_definition_adds_up_partial_sums_of_128(inner: int) -> None:
+    a, b = lively(3, 16, inner).float(), lively(inner, 24, seed=1).float()
+    found = defined_product(a, b)
+    assert found.shape == (3, 16, 24)
+    assert torch.equal(found.flatten(0, 1), by_tiles(a.flatten(0, 1), b, 128))
+    assert torch.equal(found, a @ b) or inner > 128
+    if inner == 384:  # 2^24 + 1 is no fp32 number: the second tile's sum is lost unless it is formed first
+        a, b = torch.zeros(1, 384), torch.ones(384, 1)
+        a[0, 0], a[0, 128:] = 2.0**24, 1.0
+        assert float(defined_product(a, b)) == 2.0**24 + 256
+        assert float(defined_product(a, b, tile=1)) == 2.0**24
 
 
-def test_products_with_fp32_scales_are_those_of_the_definition() -> None:
-    """The largest number of a tile becomes E4M3's largest, so it is exact, and every number keeps four significant bits."""
-    here, x, weight, grad = small(Blockwise, scale="fp32"), lively(64, 96), lively(80, 96, seed=1), lively(64, 80, seed=2)
-    rows, columns, both = (Scaling(E4M3, block, "fp32") for block in ((1, 16), (16, 1), (16, 16)))
-    factors = [
-        (here.fprop(x, weight), decoded(x, rows), decoded(weight, both)),
-        (here.dgrad(grad, weight), decoded(grad, rows), decoded(weight, both).T),
-        (here.wgrad(grad, x), decoded(grad, columns).T, decoded(x, columns).T),
+def products_and_factors(here: Narrow, tokens: int, inputs: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Return forward and both gradients of a layer of 80 outputs, each with its decoded factors a and b of a b."""
+    x, weight, grad = lively(tokens, inputs), lively(80, inputs, seed=1), lively(tokens, 80, seed=2)
+    return [
+        (here.fprop(x, weight), decoded(x, here.along), decoded(weight, here.weight_along).T),
+        (here.dgrad(grad, weight), decoded(grad, here.gradient_along), decoded(weight, here.weight_down)),
+        (here.wgrad(grad, x), decoded(grad, here.gradient_down).T, decoded(x, here.down)),
     ]
-    for found, a, b in factors:
+
+
+WHOLE = [(recipe, choices) for recipe in (Blockwise, Rowwise, Tensorwise) for choices in ({"scale": "fp32"}, {})]
+
+
+@pytest.mark.parametrize("tokens", [384, 200])
+@pytest.mark.parametrize(("recipe", "choices"), [*WHOLE, (NvFp4, {}), (Microscaled, {}), (Microscaled4, {})], ids=str)
+def test_the_three_products_are_those_of_the_definition(recipe: type[Narrow], choices: dict[str, Any], tokens: int) -> None:
+    """On a CPU products are bitwise those of the definition, rounded once, if scales are no powers of two. Products in bf16 are equal up
+    to the order of fp32 sums and the rounding of the result to bf16: that bound follows from both, not from measurements."""
+    here = recipe(PrecisionSpec(**choices))
+    for found, a, b in products_and_factors(here, tokens, inputs=tokens):
         assert found.dtype == torch.bfloat16
-        exact, sizes = a.double() @ b.double().T, a.double().abs() @ b.double().abs().T
-        sums = 2 * a.shape[1] * 2.0**-24 * sizes
-        assert ((found.double() - exact).abs() <= sums + 2.0**-8 * (exact.abs() + sums)).all()
-    assert not torch.equal(here.fprop(x, weight), small(Blockwise).fprop(x, weight))
+        defined, sizes = by_tiles(a, b, 128), a.double().abs() @ b.double().abs()
+        assert ((defined - a.double() @ b.double()).abs() <= a.shape[1] * 2**-24 * sizes).all()
+        if not here.along.exact:
+            assert torch.equal(found, defined.bfloat16())
+        else:
+            assert ((found.double() - defined).abs() <= 2**-8 * defined.abs() + a.shape[1] * 2**-23 * sizes).all()
+
+
+@pytest.mark.parametrize(("recipe", "choices"), [(Blockwise, {"scale": "fp32"}), (NvFp4, {})], ids=str)
+def test_products_of_experts_are_those_of_the_definition(recipe: type[Narrow], choices: dict[str, Any]) -> None:
+    """One expert has no rows. A token has a scale of its own in NVFP4."""
+    here, counts = recipe(PrecisionSpec(**choices)), (24, 0, 40)
+    sizes, x, weight, grad = Sizes(counts), lively(64, 384), lively(3, 200, 384, seed=1), lively(64, 200, seed=2)
+    alone = recipe is NvFp4
+    rows, of_rows = (
+        (decoded(t.unsqueeze(1), s).squeeze(1) if alone else decoded(t, s))
+        for t, s in ((x, here.along), (grad, here.gradient_along))
+    )
+    along, down = decoded(weight, here.weight_along), decoded(weight, here.weight_down)
+    parts = [by_tiles(one, matrix.T, 128) for one, matrix in zip(rows.split(counts), along, strict=True)]
+    assert torch.equal(here.fprop(x, weight, sizes=sizes), torch.cat(parts).bfloat16())
+    parts = [by_tiles(one, matrix, 128) for one, matrix in zip(of_rows.split(counts), down, strict=True)]
+    assert torch.equal(here.dgrad(grad, weight, sizes=sizes), torch.cat(parts).bfloat16())
+
+
+def test_the_largest_number_under_an_fp32_scale_becomes_the_largest_of_its_format() -> None:
+    x, weight = lively(64, 96), lively(80, 96, seed=1)
+    assert not torch.equal(small(Blockwise, scale="fp32").fprop(x, weight), small(Blockwise).fprop(x, weight))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
