@@ -1,6 +1,7 @@
 """Recipes for products, assigned to the modules of a part."""
 
-from collections import defaultdict
+import hashlib
+from collections import Counter, defaultdict
 from typing import Any
 from unittest import mock
 
@@ -12,6 +13,7 @@ from megalith.kernels import narrow, packed
 from megalith.kernels.draws import Tokens, working_on
 from megalith.kernels.multiply import Multiply
 from megalith.kernels.narrow import Narrow
+from megalith.kernels.quantise import Scaling
 from megalith.models import moe as moes
 from megalith.models.head import Output
 from megalith.models.linear import Linear
@@ -140,6 +142,55 @@ def test_where_no_sum_is_reordered_draws_are_the_same_bits() -> None:
     assert found.gradients[0].keys() == alone.gradients[0].keys()
     narrowed = [name for name in found.gradients[0] if name.startswith("blocks.1.mlp")]
     assert narrowed and all(torch.equal(found.gradients[0][name], alone.gradients[0][name]) for name in narrowed)
+
+
+Operands = Counter[tuple[str, str, str]]
+"""How often each rounded operand occurs: the layer, the factor with its block, and a hash of the numbers."""
+
+
+def operands(rank: int, specs: dict[str, RunSpec]) -> dict[str, Operands]:
+    """Return every operand that this rank rounds in the first step of each run."""
+    found = dict[str, Operands]()
+    of_tokens, of_weight = Narrow._tokens, Narrow._weight
+
+    def noted(here: Narrow, factor: str, rounded: torch.Tensor) -> torch.Tensor:
+        numbers = hashlib.sha256(rounded.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+        seen[here.layer, factor, numbers] += 1
+        return rounded
+
+    def tokens(here: Narrow, x: torch.Tensor, scaling: Scaling, channels: str, **how: Any) -> torch.Tensor:
+        return noted(here, f"{channels}, {scaling.block}", of_tokens(here, x, scaling, channels, **how))
+
+    def weight(here: Narrow, x: torch.Tensor, scaling: Scaling) -> torch.Tensor:
+        return noted(here, f"weight, {scaling.block}", of_weight(here, x, scaling))
+
+    with mock.patch.multiple(Narrow, _tokens=tokens, _weight=weight):
+        for name, spec in specs.items():
+            trainer, found[name] = trainer_of(spec), (seen := Operands())
+            accumulate(trainer, microbatches(trainer))
+    return found
+
+
+@pytest.mark.slow
+def test_where_no_sum_is_reordered_operands_are_the_same_bits() -> None:
+    """In the first step pipeline ranks and shards of data change no bit of what products multiply: of seven layers in each of two narrow
+    blocks, in three products of two operands, for each of four microbatches."""
+    choices: dict[str, Any] = {name: {"tile": 16} for name in ("fp8", "mxfp8", "nvfp4", "mxfp4")}
+    choices["fp8, tensor"] = {"granularity": "tensor"}
+
+    def runs(plan: dict[str, Any]) -> dict[str, RunSpec]:
+        train = {"global_batch": 4, "steps": 1}
+        return {
+            name: tiny_run(plan=plan, precision=chosen, train=train | {"precision": name.split(",")[0]})
+            for name, chosen in choices.items()
+        }
+
+    (alone,) = run_ranks(operands, 1, runs({}))
+    for plan in ({"pipeline": 2}, {"data": 2, "zero": 3}):
+        ranks = run_ranks(operands, 2, runs(plan))
+        for name, expected in alone.items():
+            assert expected.total() == 2 * 7 * 3 * 2 * 4, name
+            assert sum((found[name] for found in ranks), Operands()) == expected, (name, plan)
 
 
 @pytest.mark.slow
