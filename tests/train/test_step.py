@@ -8,6 +8,9 @@ import torch
 
 from megalith.models.init import seed_of
 from megalith.parallel.gradients import local
+from megalith.prove.parity import shrink
+from megalith.spec.families import FAMILIES, family_of
+from megalith.spec.presets import presets
 from megalith.train.step import StepResult, compute, seed_step, train_step, update
 from tests.full import sampled
 from tests.parallel.running import CPU, microbatches, trainer_of
@@ -33,6 +36,31 @@ def test_a_step_s_random_numbers_are_those_of_the_run_s_seed_and_the_step() -> N
 def _steps(rank: int, run: dict[str, Any], steps: int, stops: int | None = None) -> list[StepResult]:
     trainer = trainer_of(tiny_run(**run))
     return [train_step(trainer, microbatches(trainer, step), step=step, stop=stops == rank) for step in range(steps)]
+
+
+PRESETS = {family_of(preset.values): name for name, preset in presets().items()}
+"""A preset of each family"""
+
+
+def _losses(rank: int, preset: str) -> dict[str, list[float]]:
+    """Return the losses of two steps of a small model of the preset's family, by precision."""
+    found = dict[str, list[float]]()
+    for precision in ("bf16", "fp16", "fp8", "mxfp8", "nvfp4", "mxfp4"):
+        run = tiny_run(model={"preset": preset}, train={"global_batch": 4, "precision": precision})
+        trainer = trainer_of(shrink(run, steps=2))
+        found[precision] = [train_step(trainer, microbatches(trainer, step), step=step).loss for step in range(2)]
+    return found
+
+
+@pytest.mark.slow
+@sampled(2)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_trains_in_every_precision(family: str) -> None:
+    (found,) = run_ranks(_losses, 1, PRESETS[family])
+    wide = found["bf16"]
+    for precision, losses in found.items():
+        assert all(abs(loss / expected - 1) < 0.05 for loss, expected in zip(losses, wide, strict=True)), (precision, found)
+    assert all(losses[0] != wide[0] for precision, losses in found.items() if precision != "bf16"), "each rounds in its own way"
 
 
 @pytest.mark.slow
