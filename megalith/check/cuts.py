@@ -96,7 +96,8 @@ def tiles_across_ranks(
         )
         # heads and other sizes that `ranks` divides are divided by its divisors too
         fits = max((n for n in range(2, ranks) if ranks % n == 0 and cut.channels % (n * tile) == 0), default=1)
-        tiles = f"precision.tile = {common}" if common > 1 else _larger(case, cut, layer, tile)
+        smaller = common > 1 and case.spec.precision.multiply != "codes"  # 8-bit products have tiles of one size
+        tiles = f"precision.tile = {common}" if smaller else _larger(case, cut, layer, tile)
         yield error(f"plan.{cut.axis}", ranks, reason, f"Use {cut.axis} = {fits}, {tiles}, or {other_way(case, layers)}.")
 
 

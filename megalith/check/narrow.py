@@ -9,7 +9,18 @@ from megalith.check.cuts import Cut, cuts_of, tiles_across_ranks
 from megalith.mesh import Mesh
 from megalith.spec.lengths import DECAYING
 from megalith.spec.model import BlockSpec, ModelSpec, MoeSpec
-from megalith.spec.numbers import FAST, PRECISIONS, RECIPE, in_codes, is_narrow, packs, settled, tile_of, whole_tiles
+from megalith.spec.numbers import (
+    FAST,
+    PRECISIONS,
+    RECIPE,
+    in_codes,
+    is_narrow,
+    multiplies_codes,
+    packs,
+    settled,
+    tile_of,
+    whole_tiles,
+)
 from megalith.spec.phases import Phases
 from megalith.spec.sizes import Parameter, layer_of, multiplied, own_tensors, stays_wide
 from megalith.spec.toml import literal
@@ -270,7 +281,8 @@ def _cut_by_shards(case: Case, model: ModelSpec) -> Found:
             )
             fewer = next((n for n in range(shards - 1, 1, -1) if length % (n * tile) == 0), 0)
             smaller = gcd(-(-length // shards), tile)
-            ways = [f"{fewer} shards (plan.replicate)"] * (fewer > 0) + [f"precision.tile = {smaller}"] * (smaller > 1)
+            ways = [f"{fewer} shards (plan.replicate)"] * (fewer > 0)
+            ways += [f"precision.tile = {smaller}"] * (smaller > 1 and case.spec.precision.multiply != "codes")
             larger = f"{next_multiple(length, shards * tile)} rows instead of {length}"
             yield advice("precision.gather", "fp8", reason, f"Use {' or '.join(ways) or larger} to gather the layer in 8 bits.")
 
@@ -403,8 +415,7 @@ def codes_can_be_multiplied(case: Case) -> Found:
         yield error("precision.multiply", "codes", reason, way_out)
     if choices.kept != "wide":
         reason = (
-            'does not work with precision.multiply = "codes": the kept inputs are a by-product of rounding in '
-            "bf16, which this setting skips"
+            'does not work with precision.multiply = "codes": kept inputs are a by-product of rounding in bf16, which it skips'
         )
         yield error("precision.kept", choices.kept, reason, 'Use kept = "wide", or multiply = "wide".')
     if case.plan.compile and _follows_others(case):
@@ -412,7 +423,9 @@ def codes_can_be_multiplied(case: Case) -> Found:
             'does not work with precision.multiply = "codes" if scales depend on numbers of other ranks or steps, which a '
             "compiler cannot see"
         )
-        yield error("plan.compile", True, reason, 'Use compile = false, or precision.granularity = "tile" with history = 0.')
+        tiles = device is not None and multiplies_codes("tile", device.compute_capability)
+        tiles_too = ', or precision.granularity = "tile" with history = 0' * tiles
+        yield error("plan.compile", True, reason, f"Use compile = false{tiles_too}.")
 
 
 def _follows_others(case: Case) -> bool:

@@ -75,6 +75,23 @@ def test_the_next_size_of_whole_tiles_is_named(settings: tuple[str, ...], cut: s
         assert not errors(*FP8, *settings, size.replace(" ", ""))
 
 
+def test_a_smaller_tile_is_no_way_out_for_products_of_codes() -> None:
+    codes = (*FP8, "precision.multiply=codes", "cluster=h100:8")
+    (way_out,) = {problem.way_out for problem in errors(*codes, "plan.tensor=8") if problem.key == "plan.tensor"}
+    assert "precision.tile" not in way_out and "instead of" in way_out
+    for cluster, tiles in (("h100:8", True), ("b200:8", False)):
+        asked = (
+            *FP8,
+            "precision.multiply=codes",
+            f"cluster={cluster}",
+            "precision.granularity=tensor",
+            "plan.tensor=2",
+            "plan.compile=true",
+        )
+        (way_out,) = (problem.way_out for problem in errors(*asked) if problem.key == "plan.compile")
+        assert ("granularity" in way_out) == tiles
+
+
 def test_experts_are_cut_by_their_own_axis() -> None:
     experts = ("train.precision=fp8", "model.preset=deepseek-tiny", "train.seq_len=128", "plan.data=2", "plan.expert_tensor=2")
     assert "channels of blocks.1.mlp.experts" in reasons(*experts)["plan.expert_tensor"]
