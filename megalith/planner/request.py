@@ -25,7 +25,7 @@ from megalith.spec.presets import meant, presets
 from megalith.spec.problem import Problem, SpecErrors, near
 from megalith.spec.quantity import Amount, quantity
 from megalith.spec.run import RunSpec
-from megalith.spec.sites import SitesSpec, within
+from megalith.spec.sites import SitesSpec, own_batch, within
 from megalith.spec.sizes import active_parameters
 
 DATA = "data/tokens"
@@ -176,6 +176,7 @@ def resolve(plan_request: PlanRequest) -> ResolvedRequest:
         spec = during(whole, max(Phases.of(whole).spans(whole.train.steps), key=_tokens_of)[0])
         if plan_request.seq_len or plan_request.global_batch or plan_request.global_batch_tokens:
             whole = None  # the request is another one than the file's
+    phased = whole
     if (sites := spec.sites if spec is not None else None) is not None and spec is not None:
         batch_ = plan_request.global_batch or plan_request.global_batch_tokens
         problems += across_sites(whole or spec, out=plan_request.out, cluster=plan_request.cluster, batch=batch_)
@@ -195,8 +196,9 @@ def resolve(plan_request: PlanRequest) -> ResolvedRequest:
     if plan_request.out and (own := of_cluster(plan_request.overrides)):
         notes = (*notes, f"--out writes the cluster's name but not {', '.join(own)}; a cluster file can contain these values")
     if sites is not None:
-        notes = (*notes, f"planned for one of {sites.count} sites, between merges")
-    tokens = None if plan_request.forward_only else _tokens(plan_request, spec, whole, problems)
+        others = "; for the phase with the most tokens: whether the plan fits the others was not checked" if phased else ""
+        notes = (*notes, f"planned for one of {sites.count} sites, between merges{others}")
+    tokens = None if plan_request.forward_only else _tokens(plan_request, spec, phased, problems)
     if plan_request.forward_only:
         problems += _not_of_prefill(plan_request)
     if model is not None and seq_len is not None:
@@ -387,12 +389,9 @@ def _tokens(plan_request: PlanRequest, spec: RunSpec | None, whole: RunSpec | No
             return None
         if whole is not None:
             phases = Phases.of(whole)
-            return float(phases.tokens(phases.after(0, whole.train.steps)))
-        return float(
-            spec.train.steps
-            * (plan_request.global_batch or spec.train.global_batch)
-            * (plan_request.seq_len or spec.train.seq_len)
-        )
+            return phases.tokens(phases.after(0, whole.train.steps)) * own_batch(whole) / whole.train.global_batch
+        batch, length = plan_request.global_batch or spec.train.global_batch, plan_request.seq_len or spec.train.seq_len
+        return float(spec.train.steps * batch * length)
     tokens = quantity(plan_request.tokens)
     if tokens is None:
         problems.append(problem("--tokens", plan_request.tokens, "is not a number of tokens", "Write 15T, 300B or 2e9."))

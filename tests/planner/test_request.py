@@ -80,6 +80,17 @@ def test_a_format_that_the_runs_other_formats_do_not_allow_is_refused(tmp_path: 
     assert resolve(PlanRequest(path=path, format="bf16")).format == "bf16"
 
 
+def test_a_site_trains_its_part_of_the_tokens_of_all_phases(tmp_path: Path):
+    path = tmp_path / "run.toml"
+    phases = "[[data.phases]]\nbegin = 1200\nseq_len = 256\n"
+    train = "[train]\nsteps = 100\nglobal_batch = 24\nseq_len = 128\n"
+    path.write_text(f'cluster = "h100:2"\n[model]\npreset = "tiny"\n[data]\npath = "none"\n{phases}{train}')
+    whole = resolve(PlanRequest(path=path))
+    assert whole.tokens == 1200 * 128 + 1200 * 256
+    site = resolve(PlanRequest(path=path, overrides=("sites.count=2",)))
+    assert site.tokens == whole.tokens / 2 and any("was not checked" in note for note in site.notes)
+
+
 LARGE = {"model": "llama3.1-8b", "cluster": "h100:8", "seq_len": 8192, "global_batch": 64}
 
 
