@@ -98,7 +98,7 @@ class Place:
     def __init__(self, folder: Path, *, existed: bool = False) -> None:
         self.folder = folder.resolve()
         self._seen = existed
-        self._inode: int | None = None  # of the folder, since it was first seen
+        self._known: tuple[int, int] | None = None  # device and inode of the folder, since it was first seen or mounted
         self._mount = mount_of(self.folder)
         self.away()
 
@@ -109,13 +109,15 @@ class Place:
         try:
             with os.scandir(self.folder):
                 self._seen = True
-            found = self.folder.stat().st_ino
+            found = self.folder.stat()
         except OSError as error:
             if self._seen or not isinstance(error, FileNotFoundError | NotADirectoryError):
                 return error.strerror or str(error)
             return ""
-        self._inode = found if self._inode is None else self._inode
-        return "" if found == self._inode else REPLACED
+        now = found.st_dev, found.st_ino
+        if self._known is None or now[0] != self._known[0]:  # a file system that is mounted again may number its files anew
+            self._known = now
+        return "" if now == self._known else REPLACED
 
     def make(self, folder: Path) -> None:
         """Make a folder inside this folder, which is also made if it never existed before. Raises OSError."""
@@ -196,6 +198,9 @@ def make_new(path: Path, text: str, *, mode: int | None = None) -> bool:
             _create(path, text, mode)
         except FileExistsError:
             return False
+        except OSError:  # a file that is cut off would look like another process's
+            path.unlink(missing_ok=True)
+            raise
     finally:
         part.unlink(missing_ok=True)
     return True

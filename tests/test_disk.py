@@ -4,6 +4,7 @@ import errno
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -223,6 +224,17 @@ def test_nothing_is_written_to_a_folder_that_has_replaced_the_first_one(tmp_path
     assert _messages(run) == ["first", "second"] and not place.away()
 
 
+def test_a_file_system_that_is_mounted_again_may_number_its_files_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FUSE does. A folder with another number on the same mount is another folder."""
+    place, stat, numbers = disk.Place(tmp_path), Path.stat, {"st_dev": 1, "st_ino": 5}
+    monkeypatch.setattr(
+        Path, "stat", lambda self, **given: SimpleNamespace(**numbers) if self == tmp_path else stat(self, **given)
+    )
+    for device, inode, said in ((1, 5, ""), (2, 9, ""), (2, 10, disk.REPLACED)):
+        numbers |= {"st_dev": device, "st_ino": inode}
+        assert place.away() == said
+
+
 @pytest.mark.parametrize(("line", "bare"), [("host:/x {0} nfs rw 0 0", True), ("# host:/x {0} nfs", False), ("", False)])
 def test_a_mount_point_at_which_nothing_is_mounted_is_recognised(line: str, bare: bool, tmp_path: Path) -> None:
     (tmp_path / "fstab").write_text(f"proc /proc proc defaults 0 0\n{line.format(tmp_path / 'store')}\n")
@@ -264,6 +276,24 @@ def test_a_file_is_made_by_one_process_only(links: bool, tmp_path: Path, monkeyp
         with pytest.raises(PermissionError):
             disk.make_new(tmp_path / "other", "text")
         assert [found.name for found in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_file_without_hard_links_that_cannot_be_written_whole_is_not_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would look like that of another process."""
+    monkeypatch.setattr(os, "link", lambda part, path: _raise(errno.EPERM))
+    create = disk._create
+
+    def full(path: Path, text: str, mode: int | None) -> None:
+        create(path, text if path.suffix == ".tmp" else "", mode)
+        if path.suffix != ".tmp":
+            _raise(errno.ENOSPC)
+
+    monkeypatch.setattr(disk, "_create", full)
+    with pytest.raises(OSError, match="No space"):
+        disk.make_new(tmp_path / "file", "text")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_run_folder_may_be_on_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,10 +147,12 @@ def memory_holds_what_leaves_gpus(here: Here) -> Found:
     if not here.on_gpus or here.case.model is None or plan.data % plan.replicate:
         return
     if (held := _outside(here)) > machine.memory:
-        key = "plan.state.optimizer" if plan.state.optimizer == "host" else "plan.retain.blocks"
+        named = {"plan.state.optimizer": plan.state.optimizer, "plan.retain.blocks": plan.retain.blocks}
+        key = next((key for key, value in named.items() if value == "host"), "sites.place")
+        place = "device" if key == "sites.place" else "disk"
         ranks = _counted(here.ranks, "rank")
         reason = f"needs about {format_bytes(held)} for {ranks} on this machine, but {machine.memory_of} has {format_bytes(machine.memory)}"
-        yield error(key, "host", reason, 'Use "disk", or more machines with torchrun or srun.')
+        yield error(key, "host", reason, f'Use "{place}", or more machines with torchrun or srun.')
 
 
 def disks_hold_what_leaves_the_ranks(here: Here) -> Found:
@@ -162,6 +164,8 @@ def disks_hold_what_leaves_the_ranks(here: Here) -> Found:
         ("plan.state.folder", plan.state.folder, state_on_disk(case)),
         ("plan.retain.folder", plan.retain.folder, kept_on_disk(case)),
     ):
+        if not least:
+            continue
         there = files_in(case, folder)
         free = shutil.disk_usage(there).free
         if least <= free < here.ranks * least:

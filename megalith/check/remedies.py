@@ -26,6 +26,8 @@ class Change(NamedTuple):
 
 
 NONE = Change({}, 0)
+MAX_REFUSED = 50
+"""How many changes that fit, but that `check` refuses, are tried before the search ends without an answer."""
 
 
 def changes(spec: RunSpec) -> Iterator[list[Change]]:
@@ -115,6 +117,7 @@ def cheapest(spec: RunSpec, fits: Callable[[RunSpec], bool], *, host: bool = Tru
     from megalith.check.rules import check  # whose rules ask for this
 
     before = {(problem.key, problem.reason) for problem in check(spec, files=False, remedies=False)}
+    refused = 0
     for some in sorted(product(*changes(spec)), key=lambda some: (sum(one.cost for one in some), len(some))):
         values = {key: value for one in some for key, value in one.values.items()}
         if not values or (not host and "host" in values.values()):
@@ -125,6 +128,9 @@ def cheapest(spec: RunSpec, fits: Callable[[RunSpec], bool], *, host: bool = Tru
         caused = (one for one in check(changed, files=False, remedies=False) if (one.key, one.reason) not in before)
         if not any(_concerns(problem) for problem in caused):
             return _sentence(values)
+        refused += 1
+        if refused == MAX_REFUSED:
+            break
     return ""
 
 

@@ -1,5 +1,6 @@
 """Check of a run file against the run that it resumes, or branches from."""
 
+import os
 import sys
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -62,6 +63,10 @@ MAY_CHANGE: dict[str, str] = {
 """Keys, or whole tables, whose values may differ when a run is resumed -> a description of what these values set."""
 
 
+IDLE = ("sites.nesterov", "sites.error_feedback", "sites.feedback_decay")
+"""Keys that have no effect if sites exchange gradients. Earlier versions let them be set nevertheless."""
+
+
 def check_resume(
     saved: RunSpec,
     asked: RunSpec,
@@ -76,6 +81,8 @@ def check_resume(
     checkpoint that describes the saved run, if the run folder's own run file does not describe it. `may`: further keys that may differ.
     Nothing is said of values that `asked` lacks because they are invalid."""
     changes = changed_keys(saved, asked)
+    if saved.sites is not None and saved.sites.exchanges_gradients:
+        may = (*may, *IDLE)
     reason = "the run in this folder has {}; another value would make another run"
     way_out = "Restore the value, or start another run with --run-dir."
     another = (
@@ -123,7 +130,8 @@ def is_same_start(saved: str | None, asked: str | None) -> bool:
     from a folder."""
     if saved is None or asked is None:
         return saved == asked
-    return Path(saved).resolve().is_relative_to(Path(asked).resolve())
+    named = Path(os.path.abspath(saved)).is_relative_to(os.path.abspath(asked))
+    return named or Path(saved).resolve().is_relative_to(Path(asked).resolve())
 
 
 def _absent(spec: RunSpec, name: str) -> bool:

@@ -3,6 +3,7 @@ is written. Megalith uses only torch's public extension points: its planners des
 writer and reader read and write the files.
 """
 
+import contextlib
 import errno
 import os
 from collections.abc import Mapping, Sequence
@@ -162,8 +163,9 @@ class FolderWriter(StorageWriter):
             metadata.storage_data = WrittenFile(error="; ".join(errors)) if errors else self._commit(metadata, results)
         except (OSError, ValueError, TypeError) as error:
             metadata.storage_data = WrittenFile(error=f"rank {self.rank}: {describe_error(error)}")
-        if metadata.storage_data.error and self.folder.is_dir():
-            files.clean(self.folder)
+        if metadata.storage_data.error:
+            with contextlib.suppress(OSError):  # the next save cleans, if the folder is away now
+                files.clean(self.folder)
 
     def _commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> WrittenFile:
         written = [item for items in results for item in items]
@@ -328,7 +330,10 @@ def save_together(shares: dict[str, Share], writer: FolderWriter, ranks: ObjectC
     results = writer.write_data(replace(plan, storage_data=temporary), planner).value()
     answers = ranks.gather(_as_values(results), tuple[str, list[_Written]])
     if answers is not None:
-        writer.finish(metadata, [_as_results(*answer, temporary) for answer in answers])
+        try:
+            writer.finish(metadata, [_as_results(*answer, temporary) for answer in answers])
+        except Exception as error:  # the other ranks wait for the outcome
+            metadata.storage_data = WrittenFile(error=describe_error(error))
     return ranks.broadcast(metadata.storage_data if answers is not None else WrittenFile(), WrittenFile)
 
 

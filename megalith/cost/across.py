@@ -33,7 +33,7 @@ FRAGMENTS, OVERLAPS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16), (0, 1, 2, 3, 5, 7, 10)
 EAGER_OVERLAPS = (15, 20, 30, 50, 75, 100)
 """Values of `overlap` that are also tried with `eager`, because eager sites lose no training while they wait."""
 
-KEPT = ("count", "site", "addresses", "each", "link", "tls", "grace")
+KEPT = ("count", "site", "addresses", "each", "link", "tls")
 """Keys of `[sites]` with the same meaning whether weights or gradients are exchanged."""
 
 PACKET, HEADERS, WINDOW, PAUSE = 1500, 52, 10, 0.2

@@ -55,7 +55,7 @@ def filled(sizes: Sizes, unit: int, *tensors: Tensor) -> tuple[Sizes, list[Tenso
     """Return tensors [rows, ...] in which each group's rows are filled up with zeros to a multiple of `unit`, and their sizes. The
     new rows have numbers that no token has, and that differ from step to step like those of tokens."""
     missing = [-rows % unit for rows in sizes.host]
-    wider = Sizes([rows + more for rows, more in zip(sizes.host, missing, strict=True)])
+    wider = Sizes([rows + more for rows, more in zip(sizes.host, missing, strict=True)]).of(sizes.weight)
 
     def fill(x: Tensor) -> Tensor:
         parts = zip(x.split(sizes.host), missing, strict=True)

@@ -237,8 +237,10 @@ class Narrow(Multiply, ABC):
         grad = self._apart(grad, self.gradient_down, sizes, self._draws(grad, "of weights", sizes))
         x = self._apart(x, self.down, sizes)
         if not self.down.exact:
-            pairs = zip(grad.split(sizes.host), x.split(sizes.host), strict=True)
-            return torch.stack([defined_product(of_results.T, rows) for of_results, rows in pairs]).to(dtype)
+            out = grad.new_empty(len(sizes), grad.shape[1], x.shape[1], dtype=dtype)
+            for matrix, of_results, rows in zip(out, grad.split(sizes.host), x.split(sizes.host), strict=True):
+                matrix.copy_(defined_product(of_results.T, rows))
+            return out
         return super().wgrad(grad.to(dtype), x.to(dtype), sizes=sizes)
 
     def _apart(self, x: Tensor, scaling: Scaling, sizes: Sizes, draws: Tensor | None = None) -> Tensor:

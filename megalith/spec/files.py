@@ -151,7 +151,7 @@ def _lay_all(layers: Sequence[Layer], *, path: Path | None, saved: bool = False)
 
 def _replaced(spec: RunSpec, sources: Mapping[str, str]) -> Iterator[Problem]:
     """Yield values of the command line that no site would use, because each site's table has its own."""
-    each = spec.sites.each if spec.sites is not None else ()
+    each = getattr(getattr(spec, "sites", None), "each", ())  # absent if they are invalid
     own = [table for table in ("plan", "cluster") if each and all(getattr(one, table) is not None for one in each)]
     tables = {name.rpartition(".")[0] for name in sources}
     for name, source in sources.items():

@@ -172,6 +172,15 @@ def kinds_of(annotation: Any) -> list[type[Spec]]:
     return [annotation] if isinstance(annotation, type) and issubclass(annotation, Spec) else []
 
 
+def _kinds_of_items(annotation: Any) -> list[type[Spec]]:
+    """Return the Spec classes that an item of a field may be, if the field is a list."""
+    return [kind for member in get_args(annotation) for kind in kinds_of(member)] if get_origin(annotation) in (list, tuple) else []
+
+
+def _item(values: Any, at: str | int) -> Any:
+    return values[at] if isinstance(values, list | tuple) and isinstance(at, int) and at < len(values) else None
+
+
 def _chosen(kinds: list[type[Spec]], value: Any) -> type[Spec] | None:
     if len(kinds) < 2:
         return kinds[0] if kinds else None
@@ -228,8 +237,10 @@ def _sound(spec: type[S], given: Tree, *, wrong: Collection[str], meant: Collect
         nested = _chosen(kinds_of(field.annotation), value)
         if dotted(here) in wrong or (name not in given and not {dotted(here), dotted(path)}.isdisjoint(meant)):
             absent.append(name)
-        elif nested and isinstance(value, dict):
+        elif nested and isinstance(value, dict) and _is_faulty(dotted(here), (*wrong, *meant)):
             kept[name] = _sound(nested, value, wrong=wrong, meant=meant, path=here)
+        elif nested and isinstance(value, dict):  # whole, with what its validators fill in
+            kept[name] = nested.model_validate_json(json.dumps(value, default=str), strict=True)
         elif name in given:
             as_it_is_kept = TypeAdapter[Any](field.annotation or Any)
             kept[name] = as_it_is_kept.validate_json(json.dumps(value, default=str), strict=True)
@@ -239,16 +250,23 @@ def _sound(spec: type[S], given: Tree, *, wrong: Collection[str], meant: Collect
     return found
 
 
+def _is_faulty(table: str, faults: Collection[str]) -> bool:
+    """Return True if a table, or a value in it, is among the faults."""
+    return any(one == table or one.startswith(f"{table}.") for one in faults)
+
+
 def _fault(error: ErrorDetails, tree: Tree, spec: type[Spec]) -> _Fault:
     path: list[str | int] = []
     tables: list[type[Spec] | None] = [spec]
     value: Any = tree
     kinds: list[type[Spec]] = []
     parts = iter(error["loc"])
+    items: list[type[Spec]] = []
     for part in parts:
         field = tables[-1].model_fields.get(str(part)) if tables[-1] else None
-        kinds = kinds_of(field.annotation) if field else []
-        value = value.get(part) if isinstance(value, dict) else None
+        kinds = items if isinstance(part, int) else kinds_of(field.annotation) if field else []
+        items = _kinds_of_items(field.annotation) if field else []
+        value = value.get(part) if isinstance(value, dict) else _item(value, part)
         path.append(part)
         tables.append(_chosen(kinds, value))
         if len(kinds) > 1:

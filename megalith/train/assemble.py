@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megalith.kernels.narrow import Narrow
 from megalith.kernels.numbers import Dtypes
+from megalith.kernels.product import sum_in_fp32
 from megalith.mesh import Mesh
 from megalith.models.moe import Moe
 from megalith.models.stage import Stage
@@ -250,6 +251,8 @@ def assemble(
 
     Raises RuntimeError if the pipeline program is wrong, before any message is sent, and StateFileError if a disk has no room.
     """
+    if device.type == "cuda":
+        sum_in_fp32()
     whole, spec = spec, within(during(spec, Phases.of(spec).all[0]))
     model, plan = spec.model.build(), spec.plan
     program = program_of(spec, groups)

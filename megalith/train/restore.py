@@ -256,7 +256,9 @@ def _beginning(key: str, start: Path) -> Iterator[None]:
     except FileNotFoundError as error:
         if committed(start.parent):  # its run keeps the last few only
             reason = f"{key} = {start}: this checkpoint was removed, and the run has not saved one of its own yet"
-            raise OtherRunError(f"{reason}. Start the same command again, or name another checkpoint") from error
+            raise OtherRunError(
+                f"{reason}. Start again with the original run file, or name another checkpoint with --set {key}=FOLDER"
+            ) from error
         raise FileNotFoundError(errno.ENOENT, str(error), str(start)) from error
     except AwayError as error:
         raise OSError(errno.EIO, str(error), str(start)) from error

@@ -146,6 +146,8 @@ def accumulate(trainer: Trainer, microbatches: Sequence[Samples], *, check: Chec
     batches = to_batches(trainer, microbatches, valid=count_valid(microbatches, groups=trainer.groups))
     ready = clock.mark()
     executed = trainer.executor.run(batches, check=check)
+    if trainer.release is not None:
+        trainer.release.wait()  # a gradient whose update still runs was divided by the loss scale already
     done = clock.mark()
     gradients.add_up(trainer.parameters, trainer.shared, trainer.groups)
     gradients.scale([p.grad for p in trainer.parameters.values() if p.grad is not None], 1 / trainer.gradient_scale)

@@ -14,6 +14,7 @@ from megalith.data.errors import DataError
 from megalith.data.own import OwnStream
 from megalith.data.stream import PhaseChange, Stream
 from megalith.data.verified_files import Damage
+from megalith.exchange import ObjectCollectives
 from megalith.fleet.observations import DataDamaged
 from megalith.fleet.rank_info import PLACEMENT, RankInfo
 from megalith.fleet.report import report
@@ -58,9 +59,8 @@ APART = frozenset({"name", "log", "alerts", "launch"})
 def compare_inputs(spec: RunSpec, stream: Stream, *, group: dist.ProcessGroup) -> None:
     """Check that all ranks have read the same run and the same data, because nodes may have different files at one path. All ranks of
     `group` call it together. Raises DataError on every rank, which names the ranks, their nodes and what differs from rank 0."""
-    everyone: list[Any] = [None] * group.size()
     node = RankInfo.find().node if PLACEMENT in os.environ else socket.gethostname()
-    dist.all_gather_object(everyone, (node, _inputs(spec, stream)), group=group)
+    everyone = ObjectCollectives(group).all_gather((node, _inputs(spec, stream)), tuple[str, dict[str, str]])
     first_node, first = everyone[0]
     odd = dict[tuple[str, str], list[str]]()
     for rank, (node, found) in enumerate(everyone):

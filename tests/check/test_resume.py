@@ -60,6 +60,9 @@ def test_sites_may_come_and_go_and_move_but_not_merge_in_another_way():
     assert check_resume(before, spec("sites.count=2", "sites.place=host")) == []
     assert [p.key for p in check_resume(before, spec("sites.count=2", "sites.bits=4"))] == ["sites.bits"]
     assert check_resume(spec(), before), "a run without sites"
+    together = ("sites.count=2", "sites.method=data-parallel")
+    for idle in ("sites.nesterov=false", "sites.error_feedback=false", "sites.feedback_decay=0.9"):
+        assert check_resume(spec(*together, idle), spec(*together)) == [], "earlier versions let it be set"
 
 
 def test_shares_of_before_must_be_divided_until_the_next_merge():

@@ -154,7 +154,7 @@ def test_narrow_weight_gradients_of_experts_are_rounded_too() -> None:
         estimate(load("fp8", Plan(zero=0), model=model, expert_weight_gradient=how)).time.compute
         for model, how in ((experts, "wide"), (experts, "narrow"), (llama().build(), "narrow"))
     )
-    assert wide < narrow < 2 * wide and dense == estimate(load("fp8", Plan(zero=0))).time.compute
+    assert wide < narrow < 3 * wide and dense == estimate(load("fp8", Plan(zero=0))).time.compute
 
 
 # --- a step ---

@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megalith.kernels.product import sum_in_fp32
+
 HERE = Path(__file__).parent
 
 
@@ -26,6 +28,7 @@ def gpu(request: pytest.FixtureRequest) -> torch.device:
         # the set is collected everywhere, so that what it imports is checked, and runs where there is a device
         pytest.skip("needs a CUDA device, and torch.cuda.is_available() is False")
     assert torch.get_float32_matmul_precision() == "highest", "TF32 is on: comparisons with the CPU would mean nothing"
+    sum_in_fp32()
     torch.cuda.set_device(0)
     return torch.device("cuda", 0)
 

@@ -256,17 +256,18 @@ def test_a_narrow_weight_gradient_of_an_expert_is_that_of_its_rows(recipe: type[
 @pytest.mark.parametrize("recipe", [Microscaled4, NvFp4])
 def test_an_experts_short_tile_is_filled_up_before_it_is_rotated_and_drawn(recipe: type[Narrow]) -> None:
     """An expert with whole tiles has the gradient of a dense layer, whatever other experts have; equal tokens give equal draws."""
-    here = small(recipe, expert_weight_gradient="narrow", hadamard=True, rounding="stochastic")
+    here, dense = (small(recipe, expert_weight_gradient="narrow", hadamard=True, rounding="stochastic") for _ in range(2))
+    here.layer, dense.layer = "blocks.1.mlp.experts", "blocks.1.mlp.experts.up.0"  # the key of the first expert's draws
     x, grad, counts = lively(64, 96), lively(64, 80, seed=2), (32, 0, 7, 25)
     exact = [back.double().T @ rows.double() for rows, back in zip(x.split(counts), grad.split(counts), strict=True)]
     means = [torch.zeros_like(each) for each in exact]
     for step in range(40):
-        sizes, numbers = Sizes(counts), torch.arange(64) + 64 * step
+        sizes, numbers = Sizes(counts).of("up"), torch.arange(64) + 64 * step
         sizes.tokens = numbers
         with working_on(Tokens(torch.zeros(1, dtype=torch.int64), numbers[:32])):
             found = here.wgrad(grad, x, sizes=sizes)
             assert torch.equal(found, here.wgrad(grad, x, sizes=sizes))
-            assert torch.equal(found[0], here.wgrad(grad[:32], x[:32]))
+            assert torch.equal(found[0], dense.wgrad(grad[:32], x[:32]))
         means = [mean + one.double() / 40 for mean, one in zip(means, found, strict=True)]
     errors = [float((mean - each).norm() / each.norm()) for mean, each in zip(means, exact, strict=True) if each.any()]
     assert max(errors) < 0.12, "rounding gradients without a bias, so only the inputs' rounding is left"

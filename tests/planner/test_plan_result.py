@@ -487,6 +487,8 @@ def test_data_parallelism_is_chosen_for_a_link_that_is_fast_enough(tmp_path: Pat
     fast = "megabits = 1e7\nmilliseconds = 0.001"
     free = _across_sites(tmp_path, fast, lr="").linked
     assert free is not None and free.chosen is not None and free.chosen.exchanges_gradients and free.proposed == free.together
+    grace = _across_sites(tmp_path, fast, "grace = 30", lr="").linked
+    assert grace is not None and grace.chosen is not None and not grace.chosen.exchanges_gradients, "which has no grace period"
     guarded = _across_sites(tmp_path, f"{fast}\n[fleet]\nverify_every = 10", lr="").linked
     assert guarded is not None and guarded.together is None, "its gradients would have no guards"
     found = _across_sites(tmp_path, fast)

@@ -78,6 +78,7 @@ def test_a_format_that_the_runs_other_formats_do_not_allow_is_refused(tmp_path: 
     path.write_text(f'cluster = "h100:2"\n[model]\npreset = "tiny"\n{tables}[data]\npath = "none"\n')
     assert set(wrong(path=path, format="fp16")) == {"optimizer.master", "train.gradients"}
     assert resolve(PlanRequest(path=path, format="bf16")).format == "bf16"
+    assert "precision.wide_first" in wrong(path=path, format="fp8", overrides=("model.layers=2", "optimizer.master=fp32"))
 
 
 def test_a_site_trains_its_part_of_the_tokens_of_all_phases(tmp_path: Path):

@@ -149,6 +149,25 @@ def test_a_run_file_gives_each_site_its_plan(tmp_path: Path) -> None:
     assert (problem.key, problem.value) == ("plan.tensor", 1) and "each table of sites.each has a plan" in problem.reason
 
 
+@pytest.mark.parametrize("wrong", ["share = 0", 'nmae = "oslo"', "plan = { tensor = 0 }"])
+def test_an_invalid_value_of_a_site_is_a_problem_and_nothing_else(tmp_path: Path, wrong: str) -> None:
+    file = tmp_path / "run.toml"
+    train = "[train]\nsteps = 3\nglobal_batch = 12\nseq_len = 32\n"
+    file.write_text(f'[model]\npreset = "tiny"\n[data]\npath = "unused"\n{train}[[sites.each]]\n{wrong}\n[[sites.each]]\n')
+    (problem,) = files.read(file).problems
+    assert problem.key.startswith("sites.each.0.")
+
+
+def test_a_mistake_elsewhere_leaves_the_table_of_sites_whole(tmp_path: Path) -> None:
+    """Values that follow from others are filled in."""
+    file = tmp_path / "run.toml"
+    train = "[train]\nsteps = 0\nglobal_batch = 12\nseq_len = 32\n"
+    file.write_text(f'[model]\npreset = "tiny"\n[data]\npath = "unused"\n{train}[sites]\nmethod = "data-parallel"\n')
+    reading = files.read(file)
+    sites = reading.resolved.spec.sites
+    assert sites is not None and sites.inner_steps == 1 and [one.key for one in reading.problems] == ["train.steps"]
+
+
 def _terms(data: dict[str, Any] | None = None, **parts: dict[str, Any]) -> dict[str, Any]:
     fingerprint = {"manifest": "abc", "tokenizer": "bytes", "seq_len": 32, "seed": 0, "weights": [0.5, 0.5], "split": "train"}
     run = at_site(tiny_run(**{"sites": {"count": 2}} | parts))
@@ -184,6 +203,9 @@ def test_what_concerns_one_site_may_differ() -> None:
     parts |= {"sites": {"count": 2} | own, "train": {"device": "cpu", "init_from": "elsewhere"}}
     assert _apart(_terms(), _terms(**parts)) == ""
     together = {"count": 2, "method": "data-parallel"}
+    away = {"state": {"optimizer": "disk", "folder": "/nvme"}, "retain": {"folder": "/scratch"}}
+    near = {"state": {"optimizer": "disk"}}
+    assert _apart(_terms(sites=together, plan=away), _terms(sites=together, plan=near)) == ""
     assert "plan.data is 1 on oslo and 2" in _apart(_terms(sites=together), _terms(sites=together, plan={"data": 2}))
     assert "different versions" in _apart(_terms() | {"format": 2}, _terms())
 

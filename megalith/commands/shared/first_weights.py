@@ -1,6 +1,7 @@
 """The one checkpoint that `train.init_from` means for a run: a folder of checkpoints may get newer ones before the run has its own."""
 
 import contextlib
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,8 +21,8 @@ def pinned(resolved: ResolvedRun, folder: Path) -> ResolvedRun:
     asked = resolved.spec.train.init_from
     if asked is None:
         return resolved
-    begun, found = bool(committed(of_run(folder))), as_recorded(resolved, folder)
-    if begun or (found is not resolved and _is_there(found)):
+    found = as_recorded(resolved, folder)
+    if is_settled(resolved, found, folder):
         return found
     newest = _newest(asked)
     return resolved if newest is None else _with(resolved, newest)
@@ -35,8 +36,11 @@ def as_recorded(resolved: ResolvedRun, folder: Path) -> ResolvedRun:
     return _with(resolved, recorded) if found and recorded is not None else resolved
 
 
-def _is_there(resolved: ResolvedRun) -> bool:
-    return disk.is_there(Path(resolved.spec.train.init_from or "") / MANIFEST)
+def is_settled(asked: ResolvedRun, found: ResolvedRun, folder: Path) -> bool:
+    """Return True if the first weights that the run folder records, as `found` has them, remain the run's: the run has a checkpoint of its
+    own, or theirs still exists. `asked`: the run as its file names them."""
+    recorded = found is not asked and disk.is_there(Path(found.spec.train.init_from or "") / MANIFEST)
+    return recorded or bool(committed(of_run(folder)))
 
 
 def seals(spec: RunSpec) -> dict[str, str]:
@@ -59,7 +63,7 @@ def _recorded(folder: Path) -> str | None:
 
 def _newest(asked: str) -> str | None:
     with contextlib.suppress(FileNotFoundError, DamagedCheckpointError):  # the ranks report it
-        return str(find_complete(Path(asked))[0].resolve())
+        return os.path.abspath(find_complete(Path(asked))[0])  # not what links point to, which may change
     return None
 
 

@@ -57,10 +57,10 @@ def readable_errors(*, as_json: bool) -> Iterator[None]:
 
 
 def _repeats(error: "SpecErrors") -> int:
-    """Return the rank of this process if torchrun or srun started it and another process lists the same problems: the first rank or, for
-    problems of this machine, the machine's first rank. Otherwise return 0."""
+    """Return the rank of this process if torchrun or srun started it, and its machine's first rank lists the same problems: files may
+    differ between machines. Otherwise return 0."""
     place = _place()
-    return 0 if place is None or (error.here and place.local_rank == 0) else place.rank
+    return 0 if place is None or place.local_rank == 0 else place.rank
 
 
 def _place() -> "Place | None":

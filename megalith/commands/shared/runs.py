@@ -292,7 +292,8 @@ def _await(resolved: ResolvedRun, folder: Path, *, timeout: float) -> ResolvedRu
     path, end = folder / files.FILE, time.monotonic() + timeout
     while True:
         found = first_weights.as_recorded(resolved, folder)
-        if disk.is_file(path) and path.read_text(encoding="utf-8") == files.dump(found):
+        settled = found is resolved or first_weights.is_settled(resolved, found, folder)
+        if settled and disk.is_file(path) and path.read_text(encoding="utf-8") == files.dump(found):
             return found
         if time.monotonic() > end:
             raise TimeoutError(

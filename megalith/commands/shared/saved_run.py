@@ -45,7 +45,11 @@ def print_start_over(resolved: ResolvedRun, folder: Path) -> None:
     """Print in a line that a run without a checkpoint starts over, if it was started before with other values, and these values."""
     if committed(of_run(folder)) or not disk.is_file(folder / files.FILE):
         return
-    changes = changed_keys(files.read(folder / files.FILE, saved=True).resolved.spec, resolved.spec)
+    try:
+        reading = files.read(folder / files.FILE, saved=True)
+        changes = {} if reading.problems else changed_keys(reading.resolved.spec, resolved.spec)
+    except (SpecErrors, AttributeError):  # a file that was torn: there is nothing to compare with
+        return
     found = [
         f"{key} = {literal(now)} (was {literal(was)})"
         for key, (was, now) in changes.items()
@@ -81,6 +85,8 @@ def _checkpoints_gone(folder: Path) -> list[Problem]:
 
     saved = events.of_kind(events.read(folder), events.Checkpoint)
     if not saved:
+        return []
+    if committed(of_run(folder)):  # they were being renamed for another owner
         return []
     where = of_run(folder)
     reason = (

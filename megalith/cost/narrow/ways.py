@@ -137,7 +137,8 @@ class Ways:
                     times = share * product.times
                     numbers = rows * product.inner * product.count * times
                     moved = self._coded if codes else self._rounded[gradients, product.phase == "W"]
-                    kernels = times * (CODING if codes else ROUNDING)
+                    calls = product.count if product.expert and product.phase == "W" else 1  # each expert's rows on their own
+                    kernels = times * calls * (CODING if codes else ROUNDING)
                     yield Rounding(product, numbers, moved, kernels, times * self.shared)
 
     def held(self, profile: Profile) -> float:

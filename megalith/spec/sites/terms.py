@@ -13,7 +13,8 @@ DECIDE_BITS = ("model", "plan", "train", "optimizer", "sites")
 DECIDE_NONE = ("site", "addresses", "decides", "grace", "tls", "link", "replay", "place")
 """The keys of `[sites]` that, with given verdicts, do not affect the bits of the result."""
 OF_ONE_SITE = frozenset({"train.device", "train.callbacks", "train.init_from", "sites.each"}) | {
-    f"sites.{key}" for key in DECIDE_NONE if key != "decides"
+    *(f"sites.{key}" for key in DECIDE_NONE if key != "decides"),
+    *(f"plan.{table}.folder" for table in ("state", "retain")),
 }
 """Keys and tables that may differ between sites. The shares that `sites.each` sets may not, and neither may `sites.decides`: if each site
 named another, two groups of sites could train without each other."""

@@ -149,7 +149,7 @@ class Release:
             for bucket in self._buckets:
                 bucket.done = None
         self._take(self._late, asked, 1.0)
-        self._wait()
+        self.wait()
         self.asked = asked
 
     @torch.no_grad()
@@ -162,14 +162,15 @@ class Release:
         gradients.scale(there.values(), 1 / loss_scale)
         self.norms |= zip(there, gradients.norms_of(there.values()), strict=True)
         self.odd |= {name: gradients.odd_elements(grad) for name, grad in there.items()}
-        self._wait()
+        self.wait()
         if asked.factor is None:
             self._free(there)
         else:
             counted = self._dry or torch._C._len_torch_dispatch_stack() > 0
             self._behind.start(partial(self._update, [*there], asked, asked.factor), counted=counted)
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Wait until the update that runs has ended. Raises what it raised."""
         start = self.clock.mark()
         self._behind.wait()
         self.marks.append(("UPDATE_WAIT", start, self.clock.mark()))

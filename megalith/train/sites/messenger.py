@@ -219,7 +219,7 @@ class SiteMessenger:
         ends. Raises UnequalSitesError if this site has not begun either, because then nobody knows which of the two is wrong."""
         if hello.terms is None or not (text := unequal(self._terms, hello.terms, *map(self.spec.named, (self.site, site)))):
             return False
-        if not self._has_begun:
+        if not self._has_begun and self._meeting.under_way() is None:
             assert self._wire is not None
             self._wire.close(seconds=FAREWELL_SECONDS)  # the other site must get this site's terms before this rank ends
             raise UnequalSitesError(text)

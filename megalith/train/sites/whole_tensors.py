@@ -12,6 +12,9 @@ from megalith.checkpoint.shares import HeldShare, OffDeviceShare, owners, shares
 from megalith.exchange import ObjectCollectives
 from megalith.spec.sites import Fragment
 
+DIGESTED = 1 << 22
+"""How many words of a tensor a digest adds up at once: torch copies them to 64 bits first."""
+
 
 @dataclass(frozen=True)
 class _Box:
@@ -76,7 +79,9 @@ class WholeTensors:
         plan. All ranks of the site call this together. `values`: returns this rank's box of a tensor."""
         total = torch.zeros((), dtype=torch.int64)
         for name in (piece.name for piece in fragment.pieces if piece.name in self.owned):
-            total += values(name).float().contiguous().view(torch.int32).sum(dtype=torch.int64).cpu()
+            words = values(name).float().contiguous().view(torch.int32).view(-1)
+            for part in words.split(DIGESTED):  # torch copies what it adds up to 64 bits
+                total += part.sum(dtype=torch.int64).cpu()
         if self.size > 1:
             dist.all_reduce(total, group=self.group)
         return int(total) % (2**64 - 1) + 1

@@ -125,7 +125,7 @@ def test_a_name_of_a_hub_is_told_to_be_downloaded_first():
 
 
 @pytest.mark.parametrize(
-    ("rank", "local_rank", "here", "lists"), [(0, 0, False, True), (3, 1, False, False), (2, 0, True, True), (3, 1, True, False)]
+    ("rank", "local_rank", "here", "lists"), [(0, 0, False, True), (3, 1, False, False), (2, 0, False, True), (3, 1, True, False)]
 )
 def test_of_all_ranks_that_a_launcher_started_one_lists_the_problems(
     rank: int, local_rank: int, here: bool, lists: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

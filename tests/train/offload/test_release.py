@@ -2,6 +2,7 @@
 less memory."""
 
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -286,6 +287,25 @@ def test_a_part_is_updated_while_the_backward_before_it_computes() -> None:
     waited = sum(end - start for start, end in spans["UPDATE_WAIT"])
     assert told.breakdown["optimizer"] >= waited > 0
     assert sum(told.breakdown.values()) <= told.seconds * 1.01
+
+
+@pytest.mark.slow
+def test_a_loss_scale_divides_each_gradient_once_while_its_update_waits() -> None:
+    """The update of the last part still runs when the backward has ended."""
+    spec = _run({}, precision="fp16", steps=4)
+    (found,) = run_ranks(_slowly, 1, [_placed(spec, place, clip=0.0) for place in (DISK, RELEASED)])
+    _assert_same(found)
+
+
+def _slowly(rank: int, specs: list[RunSpec]) -> list[Trained]:
+    update = Release._update
+
+    def later(self: Release, *given: Any) -> None:
+        time.sleep(0.2)  # long enough that the backward is over: a wrong order would show, whatever the machine's speed
+        update(self, *given)
+
+    with mock.patch.object(Release, "_update", later):
+        return _trained(rank, specs, 2)
 
 
 def _one_step(rank: int, spec: RunSpec) -> Trained:
