@@ -22,7 +22,11 @@ LONGEST = 1 << 30
 LONGEST_TENSORS = 1 << 35
 """Bytes that the tensors of one rank may take."""
 DTYPES = {
-    str(one): one for one in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
+    str(one): one
+    for one in (
+        *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    )
 }
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megalith import exchange
 from megalith.exchange import ExchangeError, ObjectCollectives, gather_tensors
+from megalith.kernels.numbers import DTYPE
 from tests.ranks import run_ranks
 
 PRODUCT = Path(exchange.__file__).parent
@@ -100,3 +101,13 @@ def test_no_other_exchange_between_ranks_sends_pickles():
                     "torch.distributed.checkpoint.state_dict_saver",
                     "torch.distributed.checkpoint.state_dict_loader",
                 }
+
+
+def _any_number(rank: int) -> Any:
+    assert dist.group.WORLD is not None
+    return gather_tensors([torch.ones(3, dtype=dtype) for dtype in DTYPE.values()], dist.group.WORLD)
+
+
+def test_tensors_of_every_number_that_state_is_kept_in_arrive():
+    gathered, _ = run_ranks(_any_number, 2)
+    assert [[one.dtype for one in each] for each in gathered] == [[*DTYPE.values()]] * 2

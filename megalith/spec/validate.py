@@ -174,7 +174,9 @@ def kinds_of(annotation: Any) -> list[type[Spec]]:
 
 def _kinds_of_items(annotation: Any) -> list[type[Spec]]:
     """Return the Spec classes that an item of a field may be, if the field is a list."""
-    return [kind for member in get_args(annotation) for kind in kinds_of(member)] if get_origin(annotation) in (list, tuple) else []
+    return (
+        [kind for member in get_args(annotation) for kind in kinds_of(member)] if get_origin(annotation) in (list, tuple) else []
+    )
 
 
 def _item(values: Any, at: str | int) -> Any:

@@ -15,7 +15,8 @@ pytestmark = pytest.mark.slow
 def test_errors_of_gradients_distinguish_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = ("bf16", "fp8", "fp8, tensor, delayed", "nvfp4", "mxfp4, nearest")
     monkeypatch.setattr(precision, "CASES", {name: precision.CASES[name] for name in chosen})
-    (found,) = run_ranks(precision.errors, 1, small_data(tmp_path), torch.device("cpu"), 2, 0, "dense")
+    (ran,) = run_ranks(precision.errors, 1, small_data(tmp_path), torch.device("cpu"), 2, 0, "dense")
+    found = {name: parts["all"] for name, parts in ran["recipes"].items()}
     assert [*found] == [*chosen]
     error, cosine, then, _ = zip(*found.values(), strict=True)
     assert error[0] < 0.01 and 2 * error[0] < error[1] < error[3] / 2, found

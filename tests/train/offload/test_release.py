@@ -251,6 +251,10 @@ def test_a_real_step_holds_what_a_dry_one_counts() -> None:
     assert real == fake
 
 
+PARTS = 5
+"""Three blocks, embedding and head."""
+
+
 def _behind(rank: int, spec: RunSpec) -> Trained:
     """Each update ends only after the gradients of the part before it are reduced."""
     reduced, take, update = threading.Semaphore(0), Release._take, Release._update
@@ -263,7 +267,8 @@ def _behind(rank: int, spec: RunSpec) -> Trained:
         if not started:
             assert reduced.acquire(timeout=PATIENCE)  # of the part itself
         started.append(True)
-        assert reduced.acquire(timeout=PATIENCE), "the backward waited for the update"
+        if len(started) < PARTS:
+            assert reduced.acquire(timeout=PATIENCE), "the backward waited for the update"
         update(self, *given)
 
     started = list[bool]()
@@ -283,7 +288,7 @@ def test_a_part_is_updated_while_the_backward_before_it_computes() -> None:
     }
     ((begun, ended),) = spans["0B0"]
     inside = [begun < start < end < ended for start, end in spans["UPDATE"]]
-    assert len(inside) == 5 and all(inside[:3]), "three blocks, embedding and head"
+    assert len(inside) == PARTS and all(inside[:3])
     waited = sum(end - start for start, end in spans["UPDATE_WAIT"])
     assert told.breakdown["optimizer"] >= waited > 0
     assert sum(told.breakdown.values()) <= told.seconds * 1.01

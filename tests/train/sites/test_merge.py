@@ -336,7 +336,7 @@ def _waits(rank: int, spec: RunSpec) -> tuple[str, int]:
     trainer = assemble(spec, groups=mesh_groups(spec, torch.device("cpu"), everyone()), device=torch.device("cpu"))
     sites = build(trainer, Path(), beat=lambda: beats.append(rank))
     answers = iter((None, None, None, "there"))
-    return sites._wait_for(lambda _: next(answers)), len(beats)
+    return sites._wait_for(str, lambda _: next(answers)), len(beats)
 
 
 @pytest.mark.slow
