@@ -75,9 +75,9 @@ class ObjectCollectives:
             return [value]
         mine = _encoded(value, kind)
         sizes = _sizes(mine, self.group, most=LONGEST)
-        whole = torch.empty(len(sizes), max(sizes), dtype=torch.uint8)
+        whole = torch.empty(len(sizes) * max(sizes), dtype=torch.uint8)  # flat, as gloo wants it from a single rank
         dist.all_gather_into_tensor(whole, _padded(mine, max(sizes)), group=self.group)
-        return [_decoded(row[:size], kind) for row, size in zip(whole, sizes, strict=True)]
+        return [_decoded(row[:size], kind) for row, size in zip(whole.view(len(sizes), -1), sizes, strict=True)]
 
     def scatter(self, values: list[T] | None, kind: Any) -> T:
         """Return this rank's item of the leading rank's list."""

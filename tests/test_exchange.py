@@ -108,6 +108,15 @@ def _any_number(rank: int) -> Any:
     return gather_tensors([torch.ones(3, dtype=dtype) for dtype in DTYPE.values()], dist.group.WORLD)
 
 
+def _alone(rank: int) -> Any:
+    ranks = ObjectCollectives(dist.group.WORLD)
+    return ranks.all_gather([1], Any), ranks.gather(2, Any), ranks.broadcast(3, Any), ranks.scatter([4], Any)
+
+
+def test_one_rank_alone_exchanges_with_itself():
+    assert run_ranks(_alone, 1) == [([[1]], [2], 3, 4)]
+
+
 def test_tensors_of_every_number_that_state_is_kept_in_arrive():
     gathered, _ = run_ranks(_any_number, 2)
     assert [[one.dtype for one in each] for each in gathered] == [[*DTYPE.values()]] * 2
