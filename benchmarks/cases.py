@@ -43,6 +43,18 @@ def own_data() -> Iterator[Path]:
         yield data
 
 
+@contextmanager
+def data_of(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Iterator[str]:
+    """Yield the folder of the data that `--data` names, or, with `--quick`, data of its own. Ends with a usage error without either."""
+    if given.quick:
+        with own_data() as data:
+            yield str(data)
+    elif given.data is None:
+        parser.error("name the prepared data with --data")
+    else:
+        yield given.data
+
+
 def kept(file: Path | None) -> list[Row]:
     """Return the finished cases of a file."""
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file and file.exists() else []

@@ -64,12 +64,8 @@ def main() -> None:
     torch.set_num_threads(1)
     if given.quick:
         given.steps, given.seeds = given.steps // 50, 1
-        with cases.own_data() as data:
-            compare(given, str(data))
-    elif given.data is None:
-        parser.error("name the prepared data with --data")
-    else:
-        compare(given, given.data)
+    with cases.data_of(parser, given) as data:
+        compare(given, data)
 
 
 def compare(given: argparse.Namespace, data: str) -> None:
