@@ -69,6 +69,7 @@ def measure(rank: int, spec: RunSpec, rounds: int) -> dict[str, float]:
     text, batch = RandomText(spec), spec.train.global_batch
     (first,) = Phases.of(spec).all
     nothing = Data(
+        reads=lambda step: False,
         read=lambda step: [],
         mine=lambda step: [],
         numbers=lambda step: range(0),
