@@ -14,6 +14,7 @@ from torch import Tensor
 
 MANTISSA = 23  # bits of an fp32 number's fraction
 EXPONENTS = 0x7F800000  # the bits of its exponent
+NAN = 0x7FC00000  # the bits of an fp32 NaN
 
 
 @dataclass(frozen=True)

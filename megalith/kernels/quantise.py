@@ -18,6 +18,7 @@ from megalith.kernels.elements import (
     E4M3,
     EXPONENTS,
     MANTISSA,
+    NAN,
     Element,
     decode,
     encode,
@@ -115,9 +116,11 @@ def narrowed(
     element, blocks = scaling.element, _blocked(x.float(), scaling.block)
     amax, _ = _maxima(blocks, scaling, share)
     k = (exponent_up if scaling.scale == "up" else exponent_down)(amax, element)[..., :, None, :, None]
-    least = (k + (127 + element.lowest)).clamp_(min=element.mantissa + 1) << MANTISSA
-    step = blocks.view(torch.int32).bitwise_and(EXPONENTS)
-    step = torch.maximum(step, least, out=step).sub_(element.mantissa << MANTISSA).view(torch.float32)
+    fraction = element.mantissa << MANTISSA
+    least = ((k + (127 + element.lowest)).clamp_(min=element.mantissa + 1) << MANTISSA) - fraction
+    least = least.masked_fill_(k > 127, NAN)  # the largest of all, so that the whole block becomes NaN without a pass of its own
+    step = blocks.view(torch.int32).bitwise_and(EXPONENTS).sub_(fraction)
+    step = torch.maximum(step, least, out=step).view(torch.float32)
     numbers = blocks.div(step)
     numbers = numbers.round_() if draws is None else stochastic(numbers, _blocked(draws, scaling.block))
     numbers = numbers.mul_(step)
@@ -126,7 +129,7 @@ def narrowed(
         if lost is not None:
             lost[1] += (numbers.abs() > most).sum()
         numbers = numbers.clamp_(-most, most)
-    numbers = _unblocked(numbers.masked_fill_(k > 127, torch.nan), x.shape)
+    numbers = _unblocked(numbers, x.shape)
     _count_zeros(numbers, x, lost)
     return numbers.to(x.dtype)
 
