@@ -4,9 +4,13 @@ A suspended owner may resume after another process has become the owner, and fin
 different numbers, called epochs. Files of epoch 0 have the plain names, `events.jsonl` and `checkpoints/`; epoch 2 writes `events-2.jsonl`
 and `checkpoints-2/`. Readers use the file of the highest epoch, which is that of the newest owner. The first owner of an epoch starts with
 the content of the previous epoch: it copies files, and renames folders atomically, so that paths held by an earlier owner become invalid.
+
+A late write of an earlier owner may still replace the file with the plain name, which is a copy for people from epoch 1 on.
 """
 
+import contextlib
 import errno
+import os
 import re
 import secrets
 import shutil
@@ -15,7 +19,16 @@ from pathlib import Path
 VARIABLE = "MEGALITH_EPOCH"
 """Environment variable with the owner's epoch; if it is not set, the epoch is 0."""
 
-COPIED = ("events.jsonl", "nodes.jsonl", "ranks/fleet.json")
+DESCRIPTION = ("run.toml", "spec.json", "provenance.json", "tokenizer.json", "tokenizer_config.json")
+"""Files that describe a run. A user may have a file such as `run-2.toml` too, so the number counts only if epoch 2 has begun."""
+
+SHOWN = ("ranks/steps", "ranks/times")
+"""Folders that are only shown, so a run goes on without their earlier content if it cannot be copied."""
+
+LOGS = ("events.jsonl", "nodes.jsonl", "ranks/fleet.json")
+COPIED = (*DESCRIPTION, *SHOWN, *LOGS)
+"""In this order: an epoch has begun once it has a log, and an index of steps must have no event that the log lacks."""
+
 MOVED = ("checkpoints",)
 
 
@@ -25,14 +38,39 @@ def name(file: str, epoch: int) -> str:
     return f"{stem}-{epoch}{dot}{ending}" if epoch else file
 
 
+def mine() -> int:
+    """Return the epoch of the owner that started this rank; 0 if the owner told none (as to all ranks but the first under torchrun)."""
+    return int(os.environ.get(VARIABLE, "0"))
+
+
 def newest(run_dir: Path, file: str) -> Path:
     """Return the path of a file or folder in the newest epoch that has it. If no epoch has it, return the path in epoch 0."""
     return run_dir / name(file, max(_there(run_dir, file), default=0))
 
 
+def own(run_dir: Path, file: str) -> Path:
+    """Return the path of a file as the owner that started this rank wrote it; `newest` if the owner told no epoch."""
+    return run_dir / name(file, mine()) if VARIABLE in os.environ else newest(run_dir, file)
+
+
+def is_named(path: str | Path, file: str) -> bool:
+    """True if the last part of a path is the name of `file` in some epoch."""
+    return _pattern(file).fullmatch(Path(path).name) is not None
+
+
+def names(run_dir: Path, file: str, epoch: int) -> list[Path]:
+    """Return the paths of a file that people read too: its name in an epoch, which readers take, and its plain name, which people know."""
+    return [run_dir / each for each in dict.fromkeys((name(file, epoch), file))]
+
+
+def of_ranks(run_dir: Path, epoch: int) -> Path:
+    """Return the folder of the ranks' logs and assignments in an epoch."""
+    return run_dir / "ranks" / f"epoch-{epoch}" if epoch else run_dir / "ranks"
+
+
 def last(run_dir: Path) -> int:
     """Return the highest epoch (number of an owner) in the file names of a run folder; 0 if no name has a number."""
-    return max((number for file in (*COPIED, *MOVED) for number in _there(run_dir, file)), default=0)
+    return max((number for file in (*SHOWN, *LOGS, *MOVED) for number in _there(run_dir, file)), default=0)
 
 
 def begin(run_dir: Path, epoch: int) -> None:
@@ -49,14 +87,20 @@ def begin(run_dir: Path, epoch: int) -> None:
 
 def _there(run_dir: Path, file: str, *, below: int | None = None) -> list[int]:
     """Return the epochs in which a file or folder exists; only those less than `below`, if it is given."""
-    path = run_dir / file
-    stem, dot, ending = path.name.partition(".")
-    pattern = re.compile(rf"{re.escape(stem)}(?:-([1-9]\d*))?{re.escape(dot + ending)}")
+    path, pattern = run_dir / file, _pattern(file)
     try:
         found = [int(match[1] or 0) for entry in path.parent.iterdir() if (match := pattern.fullmatch(entry.name))]
     except (FileNotFoundError, NotADirectoryError):
         return []
+    if file in DESCRIPTION and any(found):
+        begun = last(run_dir)
+        found = [number for number in found if number <= begun]
     return [number for number in found if below is None or number < below]
+
+
+def _pattern(file: str) -> re.Pattern[str]:
+    stem, dot, ending = Path(file).name.partition(".")
+    return re.compile(rf"{re.escape(stem)}(?:-([1-9]\d*))?{re.escape(dot + ending)}")
 
 
 def _copy(run_dir: Path, file: str, epoch: int) -> None:
@@ -64,9 +108,16 @@ def _copy(run_dir: Path, file: str, epoch: int) -> None:
     own = run_dir / name(file, epoch)
     if not before or epoch in _there(run_dir, file):
         return
+    old = run_dir / name(file, max(before))
     part = own.with_name(f"{own.name}.{secrets.token_hex(4)}.tmp")
-    shutil.copyfile(run_dir / name(file, max(before)), part)
-    part.replace(own)
+    if file in SHOWN:
+        with contextlib.suppress(OSError):
+            shutil.copytree(old, part)
+            part.replace(own)
+        shutil.rmtree(part, ignore_errors=True)
+    else:
+        shutil.copyfile(old, part)
+        part.replace(own)
 
 
 def _move(run_dir: Path, folder: str, epoch: int) -> None:

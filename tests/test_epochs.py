@@ -47,7 +47,7 @@ def test_an_epoch_begins_with_all_that_there_was_and_an_earlier_owners_paths_lea
     assert newest(tmp_path, "events.jsonl").read_text() == "one\n"
 
 
-@pytest.mark.parametrize("moment", range(4))
+@pytest.mark.parametrize("moment", range(len((*epochs.COPIED, *epochs.MOVED))))
 def test_whoever_dies_while_an_epoch_begins_is_followed_by_one_that_does_the_rest(
     moment: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,6 +74,52 @@ def test_whoever_dies_while_an_epoch_begins_is_followed_by_one_that_does_the_res
     assert newest(tmp_path, "events.jsonl").name == "events-2.jsonl"
     assert [path.name for path in newest(tmp_path, "checkpoints").iterdir()] == ["step-00000010"]
     assert newest(tmp_path, "checkpoints").name == "checkpoints-2"
+
+
+def test_a_users_own_file_with_a_number_is_no_epochs_description(tmp_path: Path) -> None:
+    _folder(tmp_path)
+    for file, text in {"run.toml": "first", "run-1.toml": "a user's", "run-2.toml": "a user's"}.items():
+        (tmp_path / file).write_text(text)
+    assert newest(tmp_path, "run.toml").read_text() == "first"
+    for epoch in (1, 3, 3):
+        begin(tmp_path, epoch)
+        assert newest(tmp_path, "run.toml") == tmp_path / f"run-{epoch}.toml"
+        assert newest(tmp_path, "run.toml").read_text() == "first"
+
+
+def test_a_folder_of_an_earlier_version_has_its_description_under_the_plain_names(tmp_path: Path) -> None:
+    _folder(tmp_path)
+    begin(tmp_path, 1)
+    (tmp_path / "spec.json").write_text("{}")
+    assert newest(tmp_path, "spec.json") == tmp_path / "spec.json"
+    begin(tmp_path, 1)  # by the next owner, of this version, after an orderly end
+    assert newest(tmp_path, "spec.json") == tmp_path / "spec-1.json"
+
+
+def test_a_rank_reads_what_its_own_owner_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _folder(tmp_path)
+    (tmp_path / "spec.json").touch()
+    begin(tmp_path, 1)
+    assert epochs.own(tmp_path, "spec.json").name == "spec-1.json"
+    monkeypatch.setenv(epochs.VARIABLE, "0")
+    assert epochs.own(tmp_path, "spec.json").name == "spec.json"
+    assert epochs.is_named(tmp_path / "spec-1.json", "spec.json") and not epochs.is_named("spectrum.json", "spec.json")
+
+
+def test_folders_that_are_only_shown_do_not_keep_an_epoch_from_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _folder(tmp_path)
+    (tmp_path / "ranks" / "times").mkdir()
+    (tmp_path / "ranks" / "times" / "one").write_text("1")
+    begin(tmp_path, 1)
+    assert [path.name for path in newest(tmp_path, "ranks/times").iterdir()] == ["one"]
+
+    def fails(*paths: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(epochs.shutil, "copytree", fails)
+    begin(tmp_path, 2)
+    assert newest(tmp_path, "events.jsonl").name == "events-2.jsonl"
+    assert newest(tmp_path, "ranks/times").name == "times-1"
 
 
 def test_a_folder_that_nothing_was_saved_in_yet_is_there_all_the_same(tmp_path: Path) -> None:

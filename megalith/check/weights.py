@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megalith import disk
+from megalith import disk, epochs
 from megalith.check.case import Case, Found, advice, error
 from megalith.check.resume import check_branch
 from megalith.checkpoint import folder as checkpoints
@@ -80,7 +80,9 @@ def _tokenizer(case: Case, start: Path, path: Path, meta: Mapping[str, Any]) -> 
         return
     ours = case.manifest.tokenizer
     theirs, where = meta.get("data", {}).get("tokenizer"), f"{path.name}/{checkpoints.MANIFEST}"
-    file = next((one for one in (folder / TOKENIZER_FILE for folder in (path, *path.parents[:2])) if one.is_file()), None)
+    file = next(
+        (one for one in (epochs.newest(folder, TOKENIZER_FILE) for folder in (path, *path.parents[:2])) if one.is_file()), None
+    )
     if theirs is None and file is not None:  # an import
         where = str(file)
         try:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from megalith import epochs
 from megalith.commands.shared.arguments import AtStep, Json, RunFolder, one_of
 from megalith.commands.shared.output import print_json, write
 
@@ -109,7 +110,7 @@ def advise(
     from megalith.spec.phases import Phases
     from megalith.spec.problem import Problem, SpecErrors
 
-    spec = files.read(run_dir / files.FILE, saved=True).whole().spec
+    spec = files.read(epochs.newest(run_dir, files.FILE), saved=True).whole().spec
     if unfit := admit(spec, {})[0]:
         raise SpecErrors(unfit)
     path, manifest = find_complete(run_dir if step is None else of_run(run_dir) / name(step))
@@ -138,9 +139,10 @@ def _others(trial: "Trial", folder: Path) -> "list[Problem]":
     from megalith.spec import files
     from megalith.spec.problem import Problem
 
-    if not (folder / files.FILE).is_file():
+    file = epochs.newest(folder, files.FILE)
+    if not file.is_file():
         return []
-    spec, saved = trial.spec, files.read(folder / files.FILE, saved=True).resolved.spec
+    spec, saved = trial.spec, files.read(file, saved=True).resolved.spec
     differ = [problem.key for problem in check_resume(saved, spec)]
     differ += ["train.steps"] * (saved.train.steps != spec.train.steps) + ["validation"] * (saved.validation != spec.validation)
     if not differ:

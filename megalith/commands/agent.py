@@ -1,13 +1,17 @@
 """`megalith agent`: run one machine of a multi-node run."""
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from megalith.commands.shared.arguments import Json, RunFile, RunRequest, Settings
 from megalith.commands.train import TrainResult, ended, followed, show
+
+if TYPE_CHECKING:
+    from megalith.spec.run import RunSpec
 
 
 def command(
@@ -53,24 +57,25 @@ def agent(request: RunRequest, *, console: Console, machine: str | None = None) 
     folder = request.folder(spec)
     runs.refuse([*checked.errors, *launched_alone(spec)], checked.resolved, folder, here=checked.here)
     runs.print_advice(checked)
-    directs = agents.directs(place)
-    resolved = first_weights.pinned(checked.resolved, folder) if directs else checked.resolved
-    spec = resolved.spec
-    job = runs.job(spec, folder.resolve(), runs.TRAIN, {"run_dir": str(folder.resolve())})
-    job = job if directs else runs.directed_elsewhere(job)
-    host = agents.Host(
-        job, spec.fleet, agents.own_name(machine), runs.identity(checked.resolved.spec), lambda: agents.open_data(spec)
-    )
-    if not directs:
+    name, identity = agents.own_name(machine), runs.identity(spec)
+
+    def host_of(spec: "RunSpec") -> agents.Host:
+        job = runs.job(spec, folder.resolve(), runs.TRAIN, {"run_dir": str(folder.resolve())})
+        return agents.Host(job, spec.fleet, name, identity, lambda: agents.open_data(spec))
+
+    if not agents.directs(place):
+        host = host_of(spec)
         runs.refuse(saved_run.differences(checked.resolved, folder))
-        return TrainResult(folder, agents.serve_node(host, place), "", None)
+        return TrainResult(folder, agents.serve_node(replace(host, job=runs.directed_elsewhere(host.job)), place), "", None)
     assert place is not None  # else it would not direct
     with hold(folder, wide=True) as owner:
         runs.refuse(saved_run.differences(checked.resolved, folder))
+        resolved = first_weights.pinned(checked.resolved, folder)
+        spec = resolved.spec
         runs.admit(spec, folder)
         saved_run.print_start_over(resolved, folder)
-        files.save(resolved, folder, origin())
-        with followed(folder, spec, console, errors=lambda rank: False) as (live_line, tick):
+        files.save(resolved, folder, origin(), epoch=owner.epoch)
+        with followed(folder, spec, console, errors=lambda rank: False, epoch=owner.epoch) as (live_line, tick):
             store = runs.store_of(owner)
-            outcome = agents.direct(host, place, owner=owner, checkpoints=store, tick=tick, notify=live_line.print_line)
+            outcome = agents.direct(host_of(spec), place, owner=owner, checkpoints=store, tick=tick, notify=live_line.print_line)
     return ended(folder, outcome.code, outcome.message(), live_line)

@@ -4,6 +4,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from megalith import epochs
 from megalith.checkpoint.folder import DamagedCheckpointError, find_complete
 from megalith.spec import files
 from megalith.spec.problem import Problem, SpecErrors
@@ -40,7 +41,7 @@ def _begun(checkpoint: Path, decay: int, folder: Path | None) -> tuple[str, ...]
     """Return the saved settings of the branch in `folder` if it began from `checkpoint` with the same decay; otherwise an empty tuple."""
     with suppress(OSError, SpecErrors):
         if folder is not None:
-            spec = files.read(folder / files.FILE, saved=True).resolved.spec
+            spec = files.read(epochs.newest(folder, files.FILE), saved=True).resolved.spec
             branch = spec.branch
             if branch is not None and branch.decay == decay and Path(branch.checkpoint).is_relative_to(checkpoint.resolve()):
                 return _written(branch.model_dump(), branch.updates + decay)

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from megalith import epochs
 from megalith.commands.shared.arguments import Json, RunRequest, Settings
 from megalith.commands.shared.output import print_json, progress
 from megalith.report.units import counted
@@ -86,18 +87,18 @@ def parity(request: RunRequest, *, steps: int = 3) -> dict[str, Any]:
     resolved = checked.resolved
     folder = request.run_dir or Path("runs") / f"{resolved.spec.name}-parity"
     arguments = {"run_dir": str(folder.resolve()), "steps": steps}
-    result, entry = folder / "parity.json", "megalith.prove.parity:main"
+    file, entry = "parity.json", "megalith.prove.parity:main"
     with runs.own(folder, place) as owner:
         if place is not None:
             if status := runs.join(resolved, folder, place, entry, arguments, owner=owner):
                 raise RuntimeError(f"this rank ended with status {status}: the errors of all ranks show the cause")
         else:
             assert owner is not None
-            result.unlink(missing_ok=True)
+            (folder / epochs.name(file, owner.epoch)).unlink(missing_ok=True)
             outcome = runs.start(resolved, owner, entry, arguments)
             if outcome.code:
                 raise RuntimeError(outcome.message())
-    return json.loads(result.read_text(encoding="utf-8"))
+        return json.loads(epochs.newest(folder, file).read_text(encoding="utf-8"))
 
 
 def of_draws(

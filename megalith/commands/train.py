@@ -195,7 +195,8 @@ def _followed(
     folder = owner.run_dir
     here = range(place.local_world) if place is not None else ()
     errors = lambda rank: place is not None and rank not in here  # noqa: E731  # others print their own errors here
-    with followed(folder, resolved.spec, console, errors=errors, watch=watch, on_event=on_event) as (live_line, tick):
+    shown: dict[str, Any] = {"errors": errors, "watch": watch, "on_event": on_event, "epoch": owner.epoch}
+    with followed(folder, resolved.spec, console, **shown) as (live_line, tick):
         if place is None:
 
             def tick_and_look() -> None:
@@ -222,17 +223,18 @@ def followed(
     errors: Callable[[int | None], bool],
     watch: bool = False,
     on_event: "Callable[[Event], None] | None" = None,
+    epoch: int = 0,
 ) -> "Iterator[tuple[LiveLine, Callable[[], None]]]":
     """Show a run's progress on `console`, and feed its log to alerts, other tools and, with `watch`, the live page.
 
     Yields the live status line, and a function that must be called often while the run trains. `errors` tells of which ranks logged errors
-    are shown.
+    are shown. `epoch`: the number in the file names of the run folder's owner.
     """
     from megalith.report.live import LiveLine  # drawing, for the one process that people watch
     from megalith.watch.helpers import WatchHelpers
 
     with (
-        WatchHelpers(folder, serves=watch, alerts=spec.alerts, log=spec.log) as helpers,
+        WatchHelpers(folder, serves=watch, alerts=spec.alerts, log=spec.log, epoch=epoch) as helpers,
         LiveLine(folder, spec.train.steps, console, errors=errors, on_event=on_event) as live_line,
     ):
 

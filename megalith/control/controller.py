@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megalith import sealed
+from megalith import epochs, sealed
 from megalith.control import incidents, policy, supervisor
 from megalith.control.memory import Memory
 from megalith.control.observed import ALWAYS_TOLD, CHECKS, HELD_UP, NO_INCIDENT, OF_NODES, GenerationEnd, TimedObservation, ends
@@ -126,7 +126,7 @@ class Controller:
         self._stragglers.begin()
         self._watch = watch = Watch(
             self._now, self._nodes, self._requests, source=order.source, limits=self._pace, observe=self._observe,
-            stop_response=self._stop_response,
+            stop_response=self._stop_response, epoch=self._epoch,
         )  # fmt: skip
         try:
             started = self._start(Generation(secrets.token_hex(4), self._placement, order.source, self._shrunk, self._epoch))
@@ -427,7 +427,7 @@ def run_here(
         roots.clear_memory(job.run_dir, keep=memory)
         disk = roots.disk_root(job.run_dir, identity, fleet)
         roots.clear_disk(job.run_dir, fleet, keep=disk)
-        notes = job.run_dir / "ranks" / f"epoch-{own.epoch}" if own.epoch else None
+        notes = epochs.of_ranks(job.run_dir, own.epoch)
         nodes = LocalNodes(job, names=local.node_names(fleet), memory=memory, disk=disk, folder=notes)
         outcome = None
         try:

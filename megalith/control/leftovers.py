@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megalith import epochs
 from megalith.fleet.secure import key
 from megalith.fleet.tiers import copies, roots
 from megalith.spec.files import SPEC_FILE
@@ -88,6 +89,6 @@ def _newest(path: Path, run: Path) -> int | None:
 
 def _disk_of(run: Path) -> Path | None:
     try:
-        return Path(json.loads((run / SPEC_FILE).read_text(encoding="utf-8"))["fleet"]["disk"])
+        return Path(json.loads(epochs.newest(run, SPEC_FILE).read_text(encoding="utf-8"))["fleet"]["disk"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from megalith import epochs
 from megalith.control import incidents
 from megalith.control.outcome import Outcome
 from megalith.control.owner import Owner, owned
@@ -39,10 +40,11 @@ def run(
     """
     job.check()
     with owned(job.run_dir, owner) as own, requests_to_stop() as requests:
-        nodes = LocalNodes(job)
+        nodes = LocalNodes(job, folder=epochs.of_ranks(job.run_dir, own.epoch))
         try:
             nodes.start(Generation(secrets.token_hex(4), nodes.there(), epoch=own.epoch))
-            watch = Watch(job, nodes, requests, stop_response=StopResponse(requests, notify, beats=nodes.beats, copies=store))
+            response = StopResponse(requests, notify, beats=nodes.beats, copies=store)
+            watch = Watch(job, nodes, requests, stop_response=response, epoch=own.epoch)
             return incidents.write(watch.until_all_ended(own.checked(tick)), job.run_dir, epoch=own.epoch)
         finally:
             nodes.close(forget=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megalith import disk, pyramid
+from megalith import disk, epochs, pyramid
 from megalith.fleet.heartbeat import KINDS, Beat
 
 FOLDER = "ranks/times"
@@ -45,8 +45,9 @@ class Times:
     """Writes the record of step n, after those of earlier steps, once all ranks have reported step n or a rank has reported step n + 2,
     because polling misses some heartbeats. If the disk is full or unavailable, only the record is lost."""
 
-    def __init__(self, run_dir: Path, ranks: int) -> None:
-        self._run_dir, self._folder, self._ranks = run_dir, run_dir / FOLDER, ranks
+    def __init__(self, run_dir: Path, ranks: int, *, epoch: int = 0) -> None:
+        """`epoch`: the number in the file names of the run folder's owner (`megalith.epochs`)."""
+        self._run_dir, self._folder, self._ranks = run_dir, run_dir / epochs.name(FOLDER, epoch), ranks
         self._writer: pyramid.Writer | None = None
         self._counts = [0] * ranks
         self._open: dict[int, NDArray[np.float64]] = {}  # step -> rows by ranks; NaN: not told yet

@@ -57,7 +57,7 @@ class Hang:
 class Watch:
     """Loop that watches one generation of ranks, which restores `source`. `observe` is called with new observations and
     heartbeats in every iteration, and returns True if the generation must end. `stop_response` is called once, after a request to
-    stop was passed on to the ranks."""
+    stop was passed on to the ranks. `epoch`: the number in the file names of the run folder's owner."""
 
     def __init__(
         self,
@@ -69,6 +69,7 @@ class Watch:
         limits: Limits | None = None,
         observe: Observe = lambda observed, beats: False,
         stop_response: Callable[[], None] = lambda: None,
+        epoch: int = 0,
     ) -> None:
         self._job, self._nodes, self._requests, self._observe = job, nodes, requests, observe
         self._stop_response, self._responded = stop_response, False
@@ -76,7 +77,7 @@ class Watch:
         self._limits.begin(source)
         self._watched = 0.0  # seconds spent watching: time in which this process was stopped does not count against the ranks
         self._beats = [Beat()] * job.ranks
-        self._times = Times(job.run_dir, job.ranks)
+        self._times = Times(job.run_dir, job.ranks, epoch=epoch)
         self._folder, self._retry_told = disk.Place(job.run_dir, existed=True), False
         self._beat_at = 0.0
         self._first_beat_at: float | None = None

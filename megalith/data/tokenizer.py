@@ -16,7 +16,7 @@ import tokenizers
 from rich.progress import TaskID
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from megalith import disk
+from megalith import disk, epochs
 from megalith.data.errors import DataError
 from megalith.data.manifest import DEFAULT_READING, TOKENIZER_FILE, Reading, TokenizerRecord, tokenizer_fingerprint
 from megalith.data.progress import bars
@@ -153,10 +153,11 @@ class Tokenizer:
         return [np.array(encoding.ids, self.dtype) for encoding in found]
 
 
-def load(path_or_name: Path | str, *, end_of_text: str | None = None) -> Tokenizer:
+def load(path_or_name: Path | str, *, end_of_text: str | None = None, config: Path | None = None) -> Tokenizer:
     """Load a tokenizer: `bytes`, a tokenizer.json, or a folder that holds one. Raises DataError if the tokenizer is missing or unusable.
 
-    The end-of-text token is `end_of_text`, else eos_token in the tokenizer_config.json in the same folder, else one of the usual names.
+    The end-of-text token is `end_of_text`, else eos_token in `config` (default: the tokenizer_config.json in the same folder), else one of
+    the usual names.
     """
     if str(path_or_name) == BYTES:
         return Tokenizer(_bytes_text(), end_of_text=end_of_text, origin=BYTES)
@@ -171,15 +172,17 @@ def load(path_or_name: Path | str, *, end_of_text: str | None = None) -> Tokeniz
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not a tokenizer.json: it is not UTF-8 text ({error.reason}).") from error
-    return Tokenizer(text, end_of_text=end_of_text or _configured_end(path.with_name(TOKENIZER_CONFIG_FILE)), origin=str(path))
+    return Tokenizer(
+        text, end_of_text=end_of_text or _configured_end(config or path.with_name(TOKENIZER_CONFIG_FILE)), origin=str(path)
+    )
 
 
-def copy(source: Path, folder: Path, *, warn: Callable[[str], object] | None = None) -> None:
+def copy(source: Path, folder: Path, *, warn: Callable[[str], object] | None = None, epoch: int = 0) -> None:
     """Copy those files of the tokenizer in `source` that are missing in `folder` or have another size there, so that `folder` can
     be used by itself. If a folder with content has the name of a file to copy, `warn` is called; without `warn` IsADirectoryError
-    is raised."""
+    is raised. `epoch`: the number in the file names of a run folder's owner."""
     for name in (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE):
-        found, kept = source / name, folder / name
+        found, kept = source / name, folder / epochs.name(name, epoch)
         if disk.is_file(found) and not (disk.is_file(kept) and kept.stat().st_size == found.stat().st_size):
             try:
                 disk.write_whole(kept, found.read_bytes())

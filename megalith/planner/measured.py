@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
+from megalith import epochs
 from megalith.cost.estimate import Estimate, estimate
 from megalith.cost.predicted import held, workload_of
 from megalith.cost.software import OURS
@@ -106,7 +107,7 @@ def spec_of(folder: Path) -> RunSpec:
     """Return the run in a folder. Raises ValueError if the run names no cluster, or if this version cannot read its
     description; OSError if the folder has no run."""
     try:
-        spec = RunSpec.model_validate_json((folder / SPEC_FILE).read_text(encoding="utf-8"))
+        spec = RunSpec.model_validate_json(epochs.newest(folder, SPEC_FILE).read_text(encoding="utf-8"))
     except ValidationError as error:
         raise ValueError(unreadable(error)) from error
     if spec.cluster == "local":

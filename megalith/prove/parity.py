@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalith import disk, epochs
 from megalith.checkpoint.shares import OffDeviceShare, as_tensor, shares
 from megalith.data.stream import Batch as Samples
 from megalith.exchange import ObjectCollectives, gather_tensors
@@ -282,11 +283,14 @@ def joined(shares: Iterable[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]
     return whole
 
 
+RESULT = "parity.json"
+
+
 def main(run_dir: str, steps: int) -> None:
     """Run as a rank of `megalith parity`: shrink the run in `run_dir/spec.json` and record it. The first rank compares it with
     one process and writes `run_dir/parity.json`."""
     folder, heartbeat = Path(run_dir), Heartbeat.find()
-    spec = shrink(RunSpec.model_validate_json((folder / "spec.json").read_text()), steps=steps)
+    spec = shrink(RunSpec.model_validate_json(epochs.own(folder, "spec.json").read_text()), steps=steps)
     admit(spec)
     place = environment.find()
     assert place is not None, "the environment gives this process no rank. Start the ranks with `megalith parity`"
@@ -305,6 +309,7 @@ def main(run_dir: str, steps: int) -> None:
             "model": spec.model.model_dump(),
             "steps": steps,
         }
-        (folder / "parity.json").write_text(json.dumps(report, indent=1))
+        for path in epochs.names(folder, RESULT, epochs.mine()):
+            disk.write_whole(path, json.dumps(report, indent=1) + "\n")
     dist.barrier(group=world)
     dist.destroy_process_group()

@@ -114,7 +114,7 @@ class Reader:
     """Reads a table, also while a writer appends to it. Damaged files are left out."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self._known: dict[str, _Known] = {}
 
     @contextlib.contextmanager
@@ -124,7 +124,7 @@ class Reader:
         files: list[_Run] = []
         known = dict[str, _Known]()
         try:
-            for segment in segments(self._folder):
+            for segment in segments(self.folder):
                 with contextlib.suppress(OSError):
                     before = self._known.get(segment.path)
                     now = before if before is not None and before.holds_for(segment) else _format(segment)
@@ -140,7 +140,7 @@ class Reader:
 
     def width(self) -> int:
         """Number of values per step in the newest piece; 0 if there is no piece."""
-        for segment in reversed(segments(self._folder)):
+        for segment in reversed(segments(self.folder)):
             if (what := _format(segment)) is not None:
                 return what.width
         return 0

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megalith import events
+from megalith import epochs, events
 from megalith.control import ledger, policy
 from megalith.control.ledger import Cause, Goodput
 from megalith.events import Event, Incident, Recovery, RunStarted, Step, of_kind
@@ -119,11 +119,12 @@ def replay(folder: Path, *, like: Path | None = None) -> ReplayedCampaign:
     Raises FileNotFoundError if there is no campaign in the folder, ValueError if its log has no step.
     """
     run = folder / FAULTED
-    if not (run / "spec.json").is_file():
+    described = epochs.newest(run, "spec.json")
+    if not described.is_file():
         raise FileNotFoundError(
             f"{folder} holds no campaign: it has no {FAULTED}/spec.json. Give the folder that `megalith campaign` named"
         )
-    spec = RunSpec.model_validate_json((run / "spec.json").read_text(encoding="utf-8"))
+    spec = RunSpec.model_validate_json(described.read_text(encoding="utf-8"))
     recorded = ledger.goodput(list(events.read(run)))
     if not recorded.steps:
         raise ValueError(f"{run} has no step in its log: the campaign ended before the first step. Run it again")

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megalith import events
+from megalith import epochs, events
 from megalith.events import (
     Checkpoint,
     Event,
@@ -258,7 +258,7 @@ def origin_of(run_dir: Path) -> dict[str, str]:
     left out."""
     started = {
         key.removeprefix(STARTED): str(value)
-        for key, value in read_json(run_dir / PROVENANCE_FILE).items()
+        for key, value in read_json(epochs.newest(run_dir, PROVENANCE_FILE)).items()
         if key.startswith(STARTED)
     }
     return {"folder": without_user(str(run_dir.resolve()))} | started

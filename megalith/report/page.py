@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from megalith import disk
+from megalith import disk, epochs
 from megalith.control import ledger
 from megalith.events import PrecisionWatched, Problem, Skipped, Step, of_kind
 from megalith.report import spikes, timeline, units
@@ -366,7 +366,8 @@ def _checkpoints(run: History, folder: Path) -> str:
 
 
 def _specification(run: History, folder: Path) -> str:
-    spec, provenance = read_json(folder / SPEC_FILE) or run.spec, read_json(folder / PROVENANCE_FILE)
+    described, origins, file = (epochs.newest(folder, name) for name in (SPEC_FILE, PROVENANCE_FILE, "run.toml"))
+    spec, provenance = read_json(described) or run.spec, read_json(origins)
     found = ""
     if spec:
         rows = [(key, value, str(provenance.get(key, ""))) for key, value in flat(spec)]
@@ -374,8 +375,8 @@ def _specification(run: History, folder: Path) -> str:
         if chosen:
             found += f"<p>Set for this run:</p>{html_table(('key', 'value', 'from'), chosen)}"
         found += f"<details><summary>All {len(rows)} values</summary>{html_table(('key', 'value', 'from'), rows)}</details>"
-    if (folder / "run.toml").is_file():
-        words = (folder / "run.toml").read_text(encoding="utf-8", errors="replace")
+    if file.is_file():
+        words = file.read_text(encoding="utf-8", errors="replace")
         found += f"<details><summary>run.toml</summary><pre>{escape(words)}</pre></details>"
     return found
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeGuard
 
-from megalith import disk
+from megalith import disk, epochs
 from megalith.spec import lengths, renamed
 from megalith.spec.base import AbsentError
 from megalith.spec.plan import Plan
@@ -229,14 +229,15 @@ def spec_text(spec: RunSpec) -> str:
     return json.dumps(spec.model_dump(mode="json"), indent=1) + "\n"
 
 
-def save(resolved: ResolvedRun, run_dir: Path, origin: Mapping[str, str] | None = None) -> None:
+def save(resolved: ResolvedRun, run_dir: Path, origin: Mapping[str, str] | None = None, *, epoch: int = 0) -> None:
     """Write run.toml (for people and for `load`), spec.json and provenance.json (for programs) to the run folder. `origin`:
-    further entries of provenance.json, whose keys get the prefix STARTED."""
+    further entries of provenance.json, whose keys get the prefix STARTED. `epoch`: the owner's number in the files' names."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    disk.write_whole(run_dir / SPEC_FILE, spec_text(resolved.spec))
     provenance = resolved.provenance | {f"{STARTED}{name}": value for name, value in (origin or {}).items()}
-    disk.write_whole(run_dir / PROVENANCE_FILE, json.dumps(provenance, indent=1) + "\n")
-    disk.write_whole(run_dir / FILE, dump(resolved))  # last: a reader that finds it finds the others
+    texts = {SPEC_FILE: spec_text(resolved.spec), PROVENANCE_FILE: json.dumps(provenance, indent=1) + "\n", FILE: dump(resolved)}
+    for file, text in texts.items():  # run.toml last: a reader that finds it finds the others
+        for path in epochs.names(run_dir, file, epoch):
+            disk.write_whole(path, text)
 
 
 def _printable(text: str) -> str:

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import torch
 
+from megalith import epochs
 from megalith.checkpoint import folder, read
 from megalith.data.manifest import TOKENIZER_FILE
-from megalith.data.tokenizer import Tokenizer
+from megalith.data.tokenizer import TOKENIZER_CONFIG_FILE, Tokenizer
 from megalith.data.tokenizer import load as load_tokenizer
 from megalith.events import EventLog, Sample
 from megalith.models import generate as writer
@@ -36,13 +37,13 @@ def load_model(path: Path, *, device: torch.device) -> Stage:
 def find_tokenizer(run_dir: Path, data: str | None) -> Tokenizer:
     """Return the tokenizer of a run from the run folder or, if it is not there, from the folder `data`. Raises FileNotFoundError with the
     paths that were tried."""
-    places = [place / TOKENIZER_FILE for place in (run_dir, *([Path(data)] if data else []))]
+    places = [epochs.newest(place, TOKENIZER_FILE) for place in (run_dir, *([Path(data)] if data else []))]
     found = next((path for path in places if path.is_file()), None)
     if found is None:
         raise FileNotFoundError(
             f"no tokenizer: looked for {' and '.join(map(str, places))}. Copy the run's {TOKENIZER_FILE} to one of these paths."
         )
-    return load_tokenizer(found)
+    return load_tokenizer(found, config=epochs.newest(found.parent, TOKENIZER_CONFIG_FILE))
 
 
 def generate(
@@ -79,7 +80,7 @@ def generate(
         )
     )
     text = tokenizer.decode(written[:-1] if written and written[-1] == tokenizer.end_of_text else written)
-    if (run_dir / "spec.json").is_file():
+    if epochs.newest(run_dir, "spec.json").is_file():
         log = EventLog(run_dir)
         log.write(Sample(step=manifest.step, prompt=prompt, text=text))
         log.close()

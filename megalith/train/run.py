@@ -91,7 +91,7 @@ def main(
     heartbeat.beat("joining")
     hooks.at("joining")
     with refusing(seals.AlteredError):
-        spec = RunSpec.model_validate_json(seals.read(folder / SPEC_FILE, sealed))
+        spec = RunSpec.model_validate_json(seals.read(epochs.own(folder, SPEC_FILE), sealed))
     with refusing(own.OwnPartError):
         parts = admit(spec)
     if shrunk:
@@ -208,7 +208,7 @@ def _watch_link() -> None:
 def _epoch(world: dist.ProcessGroup) -> int:
     """Return the number (`megalith.epochs`) of the run folder's present owner on every rank. The launcher passed the owner's number only to
     the first rank."""
-    epoch = torch.tensor(int(os.environ.get(epochs.VARIABLE, "0")))
+    epoch = torch.tensor(epochs.mine())
     dist.broadcast(epoch, group=world, group_src=0)
     return int(epoch)
 
@@ -274,7 +274,7 @@ def prepare(
     if stream.unchecked:
         warn(f"{spec.data.path} has no checksums, so changed bytes are not detected. `megalith data verify` writes the checksums")
     if log:
-        copy_tokenizer(Path(spec.data.path), folder, warn=warn)
+        copy_tokenizer(Path(spec.data.path), folder, warn=warn, epoch=epoch)
     groups = mesh_groups(spec, device, world)
     savers = another(world, timeout=timedelta(seconds=spec.launch.timeout))
     checkpointer = Checkpointer(

@@ -8,6 +8,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from megalith import epochs
 from megalith.machine import parent_watch
 from megalith.spec.alerts import AlertsSpec
 from megalith.spec.run import SINKS, LogSpec
@@ -20,8 +21,11 @@ class WatchHelpers:
     """The helpers of one run; the training command calls `poll` often. No method raises an exception, because a helper must not end the
     training."""
 
-    def __init__(self, run_dir: Path, *, serves: bool, alerts: AlertsSpec | None = None, log: LogSpec | None = None) -> None:
-        """`serves`: start the server once the run folder contains run.toml. `alerts`: alerts to send. `log`: tools to feed."""
+    def __init__(
+        self, run_dir: Path, *, serves: bool, alerts: AlertsSpec | None = None, log: LogSpec | None = None, epoch: int = 0
+    ) -> None:
+        """`serves`: start the server once the run folder contains run.toml. `alerts`: alerts to send. `log`: tools to feed. `epoch`: the
+        number in the file names of the run folder's owner (`megalith.epochs`)."""
         self._run_dir, self._serves = run_dir, serves
         self._alerts = alerts if alerts is not None and (alerts.run or alerts.post) else None
         self._log = log if log is not None and any(getattr(log, name) for name in SINKS) else None
@@ -30,14 +34,14 @@ class WatchHelpers:
         self._index: index.Index | None = None
         self._server: subprocess.Popen[bytes] | None = None
         with contextlib.suppress(Exception):
-            self._index = index.Index(run_dir, run_dir / index.FOLDER)
+            self._index = index.Index(run_dir, run_dir / epochs.name(index.FOLDER, epoch))
 
     def poll(self) -> None:
         """Add the new part of the log to the index, and start helpers that are not running yet."""
         with contextlib.suppress(Exception):
             if self._index is not None:
                 self._index.poll()
-            if (self._serves or self._alerts or self._log) and (self._run_dir / "run.toml").exists():
+            if (self._serves or self._alerts or self._log) and epochs.newest(self._run_dir, "run.toml").exists():
                 serves, alerts, log = self._serves, self._alerts, self._log
                 self._serves, self._alerts, self._log = False, None, None
                 if log is not None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from megalith import epochs
 from megalith.mesh import Mesh
 from megalith.planner.measured import unreadable
 from megalith.spec import cluster as clusters
@@ -89,7 +90,7 @@ def main() -> None:
     """Print the prediction for a run as JSON. The arguments are the run folder, the number of the phase and, optionally, another
     plan as JSON."""
     try:
-        spec = RunSpec.model_validate_json((Path(sys.argv[1]) / SPEC_FILE).read_text(encoding="utf-8"))
+        spec = RunSpec.model_validate_json(epochs.newest(Path(sys.argv[1]), SPEC_FILE).read_text(encoding="utf-8"))
     except ValidationError as error:
         print(json.dumps({"why": unreadable(error)}))
         return

@@ -176,7 +176,7 @@ class Feed:
         self._folder, self._warn = run_dir, warn
         self._kept = _read(run_dir / FILE) or {"id": secrets.token_hex(4), "done": {}}
         _write(run_dir / FILE, self._kept)
-        values = _read(run_dir / SPEC_FILE) or {}
+        values = _read(epochs.newest(run_dir, SPEC_FILE)) or {}
         subject = TrackedRun(self._kept["id"], str(values.get("name") or run_dir.name), run_dir, values, log)
         self._sinks: dict[str, Sink] = {}
         for name in SINKS:

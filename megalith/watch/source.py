@@ -85,7 +85,9 @@ class Source:
     def __init__(self, run_dir: Path, *, predicts: bool = True) -> None:
         """`predicts`: request the planner's prediction once the run's plan is known. Raises FileNotFoundError for a folder that holds no
         run."""
-        if not run_dir.is_dir() or not (epochs.newest(run_dir, events.FILE).exists() or (run_dir / "run.toml").exists()):
+        if not run_dir.is_dir() or not (
+            epochs.newest(run_dir, events.FILE).exists() or epochs.newest(run_dir, "run.toml").exists()
+        ):
             raise FileNotFoundError(
                 f"{run_dir} holds no run: there is no {events.FILE} and no run.toml. Give the --run-dir of a run."
             )
@@ -108,9 +110,9 @@ class Source:
         self._came = 0.0  # when the newest event came, by this machine's clock; 0: it was there before
         self.revision = 0
         self.behind = True  # the log is being read for the first time
-        self._base = run_dir / index.FOLDER
+        self._base = epochs.newest(run_dir, index.FOLDER)
         self._base_steps = pyramid.Reader(self._base)
-        self._times = pyramid.Reader(run_dir / times.FOLDER)
+        self._timed = pyramid.Reader(epochs.newest(run_dir, times.FOLDER))
         found = self._base_steps.newest()
         self._until = found and (found[0], found[1])
         begin = index.end_of(self._base)
@@ -233,7 +235,7 @@ class Source:
         if self.start is not None:
             return self.start.spec
         with contextlib.suppress(OSError, ValueError):
-            found = json.loads((self.run_dir / "spec.json").read_text(encoding="utf-8"))
+            found = json.loads(epochs.newest(self.run_dir, "spec.json").read_text(encoding="utf-8"))
             return found if isinstance(found, dict) else {}
         return {}
 
@@ -334,12 +336,19 @@ class Source:
     def ranks(self, row: str, *, first: int = 0, last: int = 2**62, most: int = 400) -> tuple[View, int]:
         """Return one row of `control.times` (a kind of seconds, or memory) of all ranks in the newest generation's plan, and the
         number of ranks."""
-        world = self._times.width() // len(times.ROWS)
-        return self._times.read([times.block(row, world)], first=first, last=last, most=most), world
+        timed = self._times()
+        world = timed.width() // len(times.ROWS)
+        return timed.read([times.block(row, world)], first=first, last=last, most=most), world
 
     def times_span(self) -> tuple[int, int] | None:
         """The first and the last step that all ranks have reported; None if there is no such step."""
-        return self._times.span()
+        return self._times().span()
+
+    def _times(self) -> pyramid.Reader:
+        """Return the reader of the ranks' times, which another owner of the run folder keeps in another folder."""
+        if (folder := epochs.newest(self.run_dir, times.FOLDER)) != self._timed.folder:
+            self._timed = pyramid.Reader(folder)
+        return self._timed
 
     def goodput(self) -> tuple[ledger.Goodput, float] | None:
         """Return the use of the run's time, and how many seconds it covers. Only the end of a long log is read. The result is

@@ -1,5 +1,6 @@
 """Ownership of a run folder: by a lock on one machine, by a lease if other machines also see the folder."""
 
+import json
 import os
 import shutil
 import signal
@@ -15,23 +16,29 @@ from typing import Any
 import pytest
 import torch
 
-from megalith import disk, events
+from megalith import disk, events, pyramid
 from megalith.checkpoint import storage
 from megalith.checkpoint.checkpointer import Checkpointer
 from megalith.checkpoint.folder import committed, locate, of_run
-from megalith.control import memory, node_ledger, owner
+from megalith.control import memory, node_ledger, owner, times
 from megalith.control.memory import Memory
 from megalith.control.node_ledger import NodeRecord
 from megalith.control.owner import InUseError, LeaseError, Owner, TakenError, hold
 from megalith.control.policy import State
+from megalith.data import tokenizer
 from megalith.events import EventLog, Problem
 from megalith.events import log as event_log
 from megalith.fleet.exit_codes import ExitCode
+from megalith.fleet.heartbeat import KINDS, Beat
 from megalith.fleet.job import Job
+from megalith.spec import files
 from megalith.spec.fleet import FleetSpec
+from megalith.train.sites import meet
+from megalith.watch import index
 from tests.control.owning import another_process, content
 from tests.fleet.conftest import until
 from tests.patience import PATIENCE
+from tests.specs import tiny_run
 
 torch.set_num_threads(1)
 
@@ -294,12 +301,14 @@ def test_a_process_whose_ranks_nobody_stops_ends(leased: None, tmp_path: Path, m
 # An owner that is stopped past its lease, and wakes up in the middle of a write
 
 
-def _stop_at(target: Any, name: str) -> None:
-    """Make this process stop (SIGSTOP) before its next call of a function."""
-    original = getattr(target, name)
+def _stop_at(target: Any, name: str, number: int = 1) -> None:
+    """Make this process stop (SIGSTOP) before its next call of a function, or before that of this `number`."""
+    original, calls = getattr(target, name), [0]
 
     def stops(*args: Any, **rest: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGSTOP)
+        calls[0] += 1
+        if calls[0] == number:
+            os.kill(os.getpid(), signal.SIGSTOP)
         return original(*args, **rest)
 
     setattr(target, name, stops)
@@ -338,17 +347,62 @@ def _ledger(own: Owner, node: str, *, stop_at: tuple[Any, str] | None = None) ->
     node_ledger.note(ledger, NodeRecord(1.0, node, "fault"))
 
 
+def _describe(own: Owner, name: str, *, stop_at: tuple[Any, ...] | None = None) -> None:
+    if stop_at is not None:
+        _stop_at(*stop_at)
+    resolved = files.ResolvedRun(tiny_run().model_copy(update={"name": name}), {"name": name})
+    files.save(resolved, own.run_dir, epoch=own.epoch)
+
+
+def _copy_tokenizer(own: Owner, text: str, *, stop_at: tuple[Any, ...] | None = None) -> None:
+    source = own.run_dir / f"data of {text}"
+    source.mkdir()
+    for name in (tokenizer.TOKENIZER_FILE, tokenizer.TOKENIZER_CONFIG_FILE):
+        (source / name).write_text(text)
+    if stop_at is not None:
+        _stop_at(*stop_at)
+    tokenizer.copy(source, own.run_dir, epoch=own.epoch)
+
+
+def _measure(own: Owner, step: int, *, stop_at: tuple[Any, ...] | None = None) -> None:
+    measured = times.Times(own.run_dir, 1, epoch=own.epoch)
+    if stop_at is not None:
+        _stop_at(*stop_at)
+    measured.note([Beat(count=1, measured=step, seconds=(1.0,) * len(KINDS), memory=1.0)])
+
+
+def _index(own: Owner, *, stop_at: tuple[Any, ...] | None = None) -> None:
+    if stop_at is not None:
+        _stop_at(*stop_at)
+    index.Index(own.run_dir, own.run_dir / owner.epochs.name(index.FOLDER, own.epoch)).poll()
+
+
+def _announce(own: Owner, port: int, *, stop_at: tuple[Any, ...] | None = None) -> None:
+    if stop_at is not None:
+        _stop_at(*stop_at)
+    meet.announce(own.run_dir, ("127.0.0.1", port), epoch=own.epoch)
+
+
 def _read(run: Path) -> dict[str, Any]:
     """Return all values that readers find in a run folder."""
-    notes = owner.epochs.newest(run, "ranks/fleet.json")
+    newest = lambda file: owner.epochs.newest(run, file)  # noqa: E731
+    notes = newest("ranks/fleet.json")
     return {
         "checkpoints": [
-            (path.name, files.meta["epoch"]) for path in committed(of_run(run)) if (files := storage.files.read_manifest(path))
+            (path.name, found.meta["epoch"]) for path in committed(of_run(run)) if (found := storage.files.read_manifest(path))
         ],
         "best": locate(run)[0].name,
         "events": [event.message for event in events.of_kind(events.read(run), Problem)],
         "notes": notes.read_text(),
-        "nodes": [record.node for record in node_ledger.read_nodes(owner.epochs.newest(run, "nodes.jsonl"))],
+        "nodes": [record.node for record in node_ledger.read_nodes(newest("nodes.jsonl"))],
+        "described": [
+            files.read(newest(files.FILE), saved=True).resolved.spec.name,
+            *(json.loads(newest(file).read_text())["name"] for file in (files.SPEC_FILE, files.PROVENANCE_FILE)),
+        ],
+        "tokenizers": [newest(name).read_text() for name in (tokenizer.TOKENIZER_FILE, tokenizer.TOKENIZER_CONFIG_FILE)],
+        "times": pyramid.Reader(newest(times.FOLDER)).span(),
+        "indexed": [event.message for _, event in index.notes(newest(index.FOLDER)) if isinstance(event, Problem)],
+        "address": meet.announced(run),
     }
 
 
@@ -364,6 +418,15 @@ POINTS: dict[str, Callable[[Owner], None]] = {
     "notes": lambda own: _keep(own, "late", stop_at=(memory.json, "dumps")),
     "notes' name": lambda own: _keep(own, "late", stop_at=(Path, "replace")),
     "ledger": lambda own: _ledger(own, "late", stop_at=(disk, "append")),
+    "description": lambda own: _describe(own, "late", stop_at=(files, "spec_text")),
+    "spec.json": lambda own: _describe(own, "late", stop_at=(Path, "replace")),
+    "provenance.json": lambda own: _describe(own, "late", stop_at=(Path, "replace", 2)),
+    "run.toml": lambda own: _describe(own, "late", stop_at=(Path, "replace", 3)),
+    "tokenizer.json": lambda own: _copy_tokenizer(own, "late", stop_at=(Path, "replace")),
+    "tokenizer_config.json": lambda own: _copy_tokenizer(own, "late", stop_at=(Path, "replace", 2)),
+    "times": lambda own: _measure(own, 9, stop_at=(pyramid, "Writer")),
+    "index": lambda own: _index(own, stop_at=(index.Index, "_keep")),
+    "address": lambda own: _announce(own, 9, stop_at=(Path, "replace")),
 }
 
 
@@ -379,6 +442,10 @@ def test_what_an_owner_writes_that_was_stopped_past_its_lease_and_wakes_is_never
             _save(own, 10)
             _keep(own, "first")
             _ledger(own, "first")
+            _describe(own, "first")
+            _copy_tokenizer(own, "first")
+            _measure(own, 1)
+            _announce(own, 1)
             POINTS[point](own)
             with pytest.raises(TakenError, match=f"is now owned by process {os.getppid()}"):
                 own._renew()
@@ -392,14 +459,26 @@ def test_what_an_owner_writes_that_was_stopped_past_its_lease_and_wakes_is_never
         begun = _read(tmp_path)
         assert begun["events"] == ["first"] and begun["nodes"] == ["first"] and '"first"' in begun["notes"]
         assert begun["best"] == ("step-00000020" if point in ("pruning", "removal") else "step-00000010")
+        described = {
+            "spec.json": ["first", "first", "first"], "provenance.json": ["first", "late", "first"], "run.toml": ["first", "late", "late"]
+        }.get(point, ["first", "first", "first"])  # fmt: skip
+        assert begun["described"] == described and begun["tokenizers"][0] == (
+            "late" if point == "tokenizer_config.json" else "first"
+        )
         _log(own, "second")
         _save(own, 15)
+        _describe(own, "second")
+        _copy_tokenizer(own, "second")
+        _measure(own, 2)
+        _index(own)
+        _announce(own, 2)
         before = _read(tmp_path)
         assert before["best"] == "step-00000015"
         os.kill(process, signal.SIGCONT)
         assert _end_of(process) == ExitCode.LOST
         assert _read(tmp_path) == before
-        assert before["events"] == ["first", "second"]
+        assert before["events"] == before["indexed"] == ["first", "second"] and before["described"] == ["second"] * 3
+        assert before["tokenizers"] == ["second"] * 2 and before["times"] == (2, 3) and before["address"] == ("127.0.0.1", 2)
 
 
 def test_an_owner_that_wakes_before_anybody_has_taken_over_goes_on(

@@ -7,11 +7,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megalith.control import watch
+from megalith.control.owner import hold
 from megalith.control.supervisor import Job, run
 from megalith.fleet.evidence import is_stopped
 from megalith.fleet.exit_codes import ExitCode
@@ -33,6 +35,15 @@ def test_all_ranks_finish_and_their_output_is_in_their_logs(job, tmp_path, monke
     for rank in range(3):
         assert f"hello from rank {rank} of 3\n" in (tmp_path / "ranks" / f"rank-{rank}.log").read_text()
     assert not list((tmp_path / "ranks").glob("store-*"))
+
+
+def test_the_ranks_of_another_epoch_have_a_folder_of_their_own(job, tmp_path):
+    described = job("finish", ranks=1, word="hello")
+    with hold(described.run_dir) as own:
+        own._claim = replace(own._claim, epoch=1)
+        assert run(described, owner=own).code == ExitCode.FINISHED
+    assert "hello" in (tmp_path / "ranks" / "epoch-1" / "rank-0.log").read_text()
+    assert not (tmp_path / "ranks" / "job.json").exists()
 
 
 def test_a_log_is_continued_and_each_generation_has_a_header(job, tmp_path):

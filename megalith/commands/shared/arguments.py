@@ -1,5 +1,6 @@
 """Arguments that several commands take. Quick to import."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megalith import disk
+from megalith import disk, epochs
 
 if TYPE_CHECKING:
     from megalith.spec.run import RunSpec
@@ -48,9 +49,14 @@ class RunRequest:
 
         if not disk.is_folder(run_dir):
             raise FileNotFoundError(f"{run_dir} is not a folder. Give the folder of a run: the --run-dir of `megalith train`.")
-        if not disk.is_file(run_dir / FILE):
+        file, plain = epochs.newest(run_dir, FILE), run_dir / FILE
+        if not disk.is_file(file):
             raise FileNotFoundError(f"{run_dir} holds no {FILE}: it is not a run folder. Give the --run-dir of a run.")
-        return cls(run_dir / FILE, overrides, run_dir, saved=True)
+        if file != plain and disk.is_file(plain) and plain.read_bytes() != file.read_bytes():
+            print(
+                f"advice: {plain} is only a copy, and differs from {file}, which is used. Change {file} instead", file=sys.stderr
+            )
+        return cls(file, overrides, run_dir, saved=True)
 
     def folder(self, spec: "RunSpec") -> Path:
         """Return the folder of the run; `spec` is the content of its file."""

@@ -5,7 +5,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from megalith import disk
+from megalith import disk, epochs
 from megalith.check.resume import is_same_start
 from megalith.checkpoint.folder import MANIFEST, DamagedCheckpointError, committed, find_complete, of_run
 from megalith.sealed import seal
@@ -54,10 +54,11 @@ def seals(spec: RunSpec) -> dict[str, str]:
 
 
 def _recorded(folder: Path) -> str | None:
-    if not disk.is_file(folder / files.FILE):
+    file = epochs.newest(folder, files.FILE)
+    if not disk.is_file(file):
         return None
     with contextlib.suppress(SpecErrors, AttributeError):  # a file that cannot be read: the comparison of the runs reports it
-        return files.read(folder / files.FILE, saved=True).resolved.spec.train.init_from
+        return files.read(file, saved=True).resolved.spec.train.init_from
     return None
 
 

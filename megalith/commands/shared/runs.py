@@ -188,7 +188,7 @@ def start(
     folder = owner.run_dir
     resolved = first_weights.pinned(resolved, folder) if entry == TRAIN else resolved
     spec = resolved.spec
-    files.save(resolved, folder, origin())
+    files.save(resolved, folder, origin(), epoch=owner.epoch)
     described, store = job(spec, folder, entry, arguments), store_of(owner)
     if not (recover and spec.fleet.recover):
         return supervisor.run(described, tick=tick, notify=notify, store=store, owner=owner)
@@ -242,7 +242,7 @@ def join(
     """
     if owner is not None:
         resolved = first_weights.pinned(resolved, folder) if entry == TRAIN else resolved
-        files.save(resolved, folder, origin())
+        files.save(resolved, folder, origin(), epoch=owner.epoch)
         os.environ[epochs.VARIABLE] = str(owner.epoch)
     else:
         resolved = _await(resolved, folder, timeout=resolved.spec.launch.start_timeout)
@@ -289,8 +289,9 @@ def _say_in_a_line(error: Exception, place: "Place", *, repeats: bool) -> None:
 def _await(resolved: ResolvedRun, folder: Path, *, timeout: float) -> ResolvedRun:
     """Wait until rank 0 has written this run's file to the folder, which may still hold an older run's file, and return the run with the
     first weights that rank 0 chose. Raises TimeoutError."""
-    path, end = folder / files.FILE, time.monotonic() + timeout
+    end = time.monotonic() + timeout
     while True:
+        path = epochs.newest(folder, files.FILE)
         found = first_weights.as_recorded(resolved, folder)
         settled = found is resolved or first_weights.is_settled(resolved, found, folder)
         if settled and disk.is_file(path) and path.read_text(encoding="utf-8") == files.dump(found):
@@ -342,13 +343,15 @@ def sealed_files(spec: RunSpec, folder: Path) -> dict[str, str]:
     orders = [Path(plan.schedule.removeprefix(ORDER)) for plan in plans if plan.schedule.startswith(ORDER)]
     paths = [data / manifest.FILE, data / manifest.TOKENIZER_FILE, *orders]
     own = sealed.digest(files.spec_text(spec).encode())
-    return {str((folder / files.SPEC_FILE).resolve()): own} | sealed.seal(path for path in paths if disk.is_file(path))
+    return {str(epochs.newest(folder, files.SPEC_FILE).resolve()): own} | sealed.seal(
+        path for path in paths if disk.is_file(path)
+    )
 
 
 def directed_elsewhere(job: Job) -> Job:
     """Return the job of a node whose ranks another process directs. The digest of spec.json is left out: the directing process checks it
     before each start, and a node that joins late may have a later run file."""
-    kept = {path: digest for path, digest in job.sealed.items() if Path(path).name != files.SPEC_FILE}
+    kept = {path: digest for path, digest in job.sealed.items() if not epochs.is_named(path, files.SPEC_FILE)}
     return replace(job, sealed=kept, fallback=job.fallback and replace(job.fallback, sealed=kept))
 
 

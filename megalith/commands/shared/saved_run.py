@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megalith import disk
+from megalith import disk, epochs
 from megalith.check import check_resume
 from megalith.check.resume import changed_keys, check_checkpoint
 from megalith.checkpoint.folder import DamagedCheckpointError, committed, of_run, read_manifest
@@ -26,16 +26,17 @@ value."""
 
 def with_old_defaults(resolved: ResolvedRun, folder: Path) -> ResolvedRun:
     """Return the run with the defaults that it began with, if they differ from today's."""
-    if not disk.is_file(folder / files.FILE):
+    file = epochs.newest(folder, files.FILE)
+    if not disk.is_file(file):
         return resolved
     spec, provenance = resolved.spec, dict(resolved.provenance)
     try:
-        saved = files.read(folder / files.FILE, saved=True).resolved.spec
+        saved = files.read(file, saved=True).resolved.spec
         for (table, name), value in OLD_DEFAULTS.items():
             key = f"{table}.{name}"
             if provenance.get(key) == "default" and getattr(getattr(saved, table), name) == value:
                 spec = spec.model_copy(update={table: getattr(spec, table).model_copy(update={name: value})})
-                provenance[key] = f"default at the time when {folder / files.FILE} was written"
+                provenance[key] = f"default at the time when {file} was written"
     except (SpecErrors, AttributeError):  # a file that cannot be read: the comparison of the runs reports it
         return resolved
     return replace(resolved, spec=spec, provenance=provenance)
@@ -43,10 +44,11 @@ def with_old_defaults(resolved: ResolvedRun, folder: Path) -> ResolvedRun:
 
 def print_start_over(resolved: ResolvedRun, folder: Path) -> None:
     """Print in a line that a run without a checkpoint starts over, if it was started before with other values, and these values."""
-    if committed(of_run(folder)) or not disk.is_file(folder / files.FILE):
+    file = epochs.newest(folder, files.FILE)
+    if committed(of_run(folder)) or not disk.is_file(file):
         return
     try:
-        reading = files.read(folder / files.FILE, saved=True)
+        reading = files.read(file, saved=True)
         changes = {} if reading.problems else changed_keys(reading.resolved.spec, resolved.spec)
     except (SpecErrors, AttributeError):  # a file that was torn: there is nothing to compare with
         return
@@ -66,8 +68,8 @@ def differences(resolved: ResolvedRun, folder: Path) -> list[Problem]:
     checkpoints = committed(of_run(folder))
     if not checkpoints:
         return _checkpoints_gone(folder)
-    if disk.is_file(folder / files.FILE):
-        saved = files.read(folder / files.FILE, saved=True).resolved.spec  # its cluster's file need not be there any more
+    if disk.is_file(file := epochs.newest(folder, files.FILE)):
+        saved = files.read(file, saved=True).resolved.spec  # its cluster's file need not be there any more
         if found := check_resume(saved, resolved.spec, samples=_consumed(checkpoints), provenance=resolved.provenance):
             return found
     for path in checkpoints:

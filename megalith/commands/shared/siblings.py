@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from megalith import disk
+from megalith import disk, epochs
 from megalith.commands.shared.arguments import RunRequest
 from megalith.fleet.exit_codes import ORDERLY, ExitCode
 from megalith.fleet.secure import key
@@ -96,7 +96,7 @@ def running(request: RunRequest, spec: RunSpec, run_dir: Path, *, more: Sequence
 def _start(request: RunRequest, folder: Path, site: int, more: Sequence[str]) -> "subprocess.Popen[bytes]":
     folder.mkdir(parents=True, exist_ok=True)
     settings = [word for each in (*request.overrides, f"sites.site={site}") for word in ("--set", each)]
-    begun = request.saved and disk.is_file(folder / FILE)
+    begun = request.saved and disk.is_file(epochs.newest(folder, FILE))
     which = ["resume", str(folder)] if begun else ["train", str(request.file), "--run-dir", str(folder)]
     with (folder / LOG).open("ab") as log:
         return subprocess.Popen(

@@ -107,7 +107,7 @@ def _measured_peak(trainer: Trainer, kept: Path) -> float:
     if leads:
         kept.parent.mkdir(exist_ok=True)
         with disk.if_available(kept):
-            disk.write_whole(kept, str(float(rate)))
+            disk.make_new(kept, str(float(rate)))  # the first owner's number stays, whatever a later one measures
     return float(rate)
 
 

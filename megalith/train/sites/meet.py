@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megalith import disk
+from megalith import disk, epochs
 from megalith.checkpoint.folder import DamagedCheckpointError, committed, read_manifest
 from megalith.fleet.secure import key
 from megalith.fleet.secure.key import NoKey
@@ -90,16 +90,26 @@ def _listen(spec: SitesSpec, site: int, folder: Path, *, most_waiting: int) -> P
     def address_of(other: int) -> Address | None:
         if spec.addresses:
             return parsed(spec.addresses[other])
-        path = folder_of(run_dir, other) / ADDRESS_FILE
-        return parsed(path.read_text(encoding="ascii")) if path.is_file() else None
+        return announced(folder_of(run_dir, other))
 
     host, port = parsed(spec.addresses[site]) if spec.addresses else (LOOPBACK, 0)
     tls = _tls(spec)
     peers = Peers(site, spec.count, secret, address_of=address_of, host=host, port=port, most_waiting=most_waiting, tls=tls)
     if not spec.addresses:
-        disk.write_whole(folder / ADDRESS_FILE, f"{peers.address[0]}:{peers.address[1]}")
+        announce(folder, peers.address, epoch=epochs.mine())
     peers.open()
     return peers
+
+
+def announce(folder: Path, address: Address, *, epoch: int) -> None:
+    """Write a site's address to its folder, for the other sites. `epoch`: the number in the file names of the folder's owner."""
+    disk.write_whole(folder / epochs.name(ADDRESS_FILE, epoch), f"{address[0]}:{address[1]}")
+
+
+def announced(folder: Path) -> Address | None:
+    """Return the address that a site's newest owner announced; None if none did."""
+    path = epochs.newest(folder, ADDRESS_FILE)
+    return parsed(path.read_text(encoding="ascii")) if path.is_file() else None
 
 
 def _tls(spec: SitesSpec) -> Tls | None:
