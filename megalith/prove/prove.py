@@ -11,6 +11,7 @@ import torch
 from megalith.prove.axes import ParityCase, reference_key
 from megalith.prove.compare import Recording, Row
 from megalith.prove.draw import draw
+from megalith.prove.large import norm_of_large_tensor
 from megalith.prove.one_process import reference
 from megalith.prove.parity import record
 from megalith.prove.sites import prove_sites
@@ -69,7 +70,7 @@ def prove(one: ParityCase, *, references: dict[Any, Recording]) -> ParityResult:
             verdict = judge(recorded(one.spec), spec=one.spec, alone=lambda spec: _known(spec, references))
     except (RuntimeError, TimeoutError) as error:
         return ParityResult(one, (), error=str(error))
-    return ParityResult(one, verdict.rows, verdict.tokens_tied)
+    return ParityResult(one, (*verdict.rows, norm_of_large_tensor(CPU)), verdict.tokens_tied)
 
 
 def _known(spec: RunSpec, references: dict[Any, Recording]) -> Recording:

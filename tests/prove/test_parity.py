@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megalith.parallel import gradients
+from megalith.prove import large
 from megalith.prove.axes import AXES, valid_run
 from megalith.prove.compare import compare
 from megalith.prove.parity import joined, reference, shrink
@@ -15,6 +17,16 @@ from megalith.schedule.table import build
 from tests.specs import tiny_run
 
 torch.set_num_threads(1)
+
+
+def test_a_long_sum_is_compared_on_a_large_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert large.norm_of_large_tensor(CPU).gap < 1e-6
+    with monkeypatch.context() as naive:
+        naive.setattr(gradients, "LARGE", 1 << 40)  # squares of a whole tensor are added up in fp32
+        assert not large.norm_of_large_tensor(CPU).equal
+    running = lambda grads: grads[0].square().numpy().cumsum()[-1]  # noqa: E731  # in one fp32 number
+    monkeypatch.setattr(large, "sum_of_squares", running)
+    assert not large.norm_of_large_tensor(CPU).equal
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from megalith.parallel import gradients
 from megalith.prove import prove as module
 from megalith.prove.axes import ParityCase, axes_with_precisions, reference_key
 from megalith.prove.compare import Recording, Row, compare
@@ -37,6 +38,12 @@ def test_a_combination_is_equal_and_its_reference_is_kept(two_ranks: ParityCase)
     again = prove(two_ranks, references=references)
     assert again.outcome == "NOT equal"
     assert [row.quantity for row in again.gaps] == ["loss, |difference|"]
+
+
+def test_a_norm_that_errs_only_in_large_tensors_is_found(two_ranks: ParityCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault: squares of a whole tensor are added up in fp32. The small models of the comparison have no tensor large enough for it."""
+    monkeypatch.setattr(gradients, "LARGE", 1 << 40)
+    assert [row.quantity for row in prove(two_ranks, references={}).gaps] == ["gradient norm of a large tensor, relative"]
 
 
 def test_a_combination_in_bf16_is_measured_from_fp32() -> None:
