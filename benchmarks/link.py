@@ -44,7 +44,7 @@ from megalith.spec.run import RunSpec
 from megalith.spec.sites import folder_of
 from megalith.spec.sizes import model_parameters
 from megalith.train.assemble import assemble, mesh_groups
-from megalith.train.restore import indices_in
+from megalith.train.restore import read_portion
 from megalith.train.sites.meet import build
 from megalith.train.sites.synchronous import SynchronousSites
 from megalith.train.step import train_step
@@ -266,7 +266,7 @@ def train(rank: int, spec: RunSpec, folder: str, secret: str, addresses: Sequenc
         turn = sites.deal(step)
         assert turn.share is not None
         if not step_seconds:
-            microbatches = [stream.batch(part) for part in indices_in(spec, turn.share, 0)]
+            microbatches = read_portion(stream, spec, turn.share, 0)
             sites.note(train_step(trainer, microbatches, step=step, step_hooks=sites.step_hooks).loss)
         time.sleep(max(0.0, end - time.perf_counter()))
         if step_seconds and isinstance(sites, SynchronousSites):

@@ -43,7 +43,7 @@ from megalith.spec.run import RunSpec
 from megalith.spec.sites import folder_of
 from megalith.spec.sizes import count_model
 from megalith.train.assemble import Trainer, assemble, mesh_groups
-from megalith.train.restore import Position, indices_in, read_step
+from megalith.train.restore import Position, read_portion, read_step
 from megalith.train.sites import outer
 from megalith.train.sites.meet import build
 from megalith.train.step import train_step
@@ -334,7 +334,7 @@ def _train_site(trainer: Trainer, folder: Path, fault: str) -> int:
     while sites.left:
         turn = sites.deal(step)
         assert turn.share is not None
-        microbatches = [stream.batch(part) for part in indices_in(trainer.run, turn.share, 0)]
+        microbatches = read_portion(stream, trainer.run, turn.share, 0)
         sites.note(train_step(trainer, microbatches, step=step).loss)
         step += 1
         sent += sum(event.bytes_sent for event in sites.after_step(step, stop=False).made)

@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import zip_longest
-from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,11 @@ from pydantic import ValidationError
 from megalith.check.case import Found, error
 from megalith.check.moments import crossings
 from megalith.spec.base import AbsentError
-from megalith.spec.phases import DATA, RAMP, Phases
+from megalith.spec.phases import DATA, RAMP, Phases, during
 from megalith.spec.plan import Plan
 from megalith.spec.problem import Problem
 from megalith.spec.run import RunSpec
-from megalith.spec.sites import part_of_batch, unit_of
+from megalith.spec.sites import own_batch, part_of_batch
 from megalith.spec.toml import dotted, literal
 from megalith.spec.validate import differing, flat
 
@@ -111,7 +110,7 @@ def check_resume(
         found += other_sets(saved, asked.plan, "plan")
         found += _other_moments(saved, asked)
         found += _another_number(saved, asked, way_out)
-        found += _undivided_shares(saved, asked, samples)
+        found += _released_in_parts(saved, asked, samples)
     return [replace(problem, source=(provenance or {}).get(problem.key, "")) for problem in found]
 
 
@@ -158,26 +157,21 @@ def _another_number(saved: RunSpec, asked: RunSpec, way_out: str) -> Found:
         yield error("sites.count", now.count, reason, way_out)
 
 
-def _undivided_shares(saved: RunSpec, asked: RunSpec, samples: int | None) -> Found:
-    """Yield an error if the number of sites or their shares have changed, and the plan cannot divide the shares of the saved run, which
-    stay until the next merge and in which the samples of removed sites are dealt out again."""
+def _released_in_parts(saved: RunSpec, asked: RunSpec, samples: int | None) -> Found:
+    """Yield an error if the number of sites or their shares have changed, and this site's part of a step, which stays until the next merge,
+    takes several microbatches: gradients that are released inside the backward would be complete only after the last one."""
     was, now = saved.sites, asked.sites
-    if was is None or now is None or now.exchanges_gradients or (was.count, was.shares) == (now.count, now.shares):
+    if was is None or now is None or now.exchanges_gradients or not asked.plan.state.release or (now.site or 0) >= was.count:
         return
-    batch, unit = Phases.of(saved).at(samples or 0).global_batch, unit_of(asked)
-    sizes = sorted({part_of_batch(batch, site, was.count, was.shares) for site in range(was.count)})
-    if all(size % unit == 0 for size in sizes):
-        return
-    key, value = ("sites.count", now.count) if was.count != now.count else ("sites.each", len(now.each))
-    shares = " and ".join(map(str, sizes))
-    reason = (
-        f"the run in this folder deals out shares of {shares} samples until its next merge, but plan.data x plan.microbatch = {unit} "
-        "does not divide them"
-    )
-    *fewer, most = (number for number in range(1, gcd(*sizes) + 1) if gcd(*sizes) % number == 0)
-    may = f"{', '.join(map(str, fewer))} or {most}" if fewer else str(most)
-    back = f"sites.count = {was.count}" if was.count != now.count else "the shares of before"
-    yield error(key, value, reason, f"Use a plan with data x microbatch = {may}, or {back}, until the run has made a merge.")
+    phase = Phases.of(saved).at(samples or 0)
+    before, after = part_of_batch(phase.global_batch, now.site or 0, was.count, was.shares), own_batch(during(asked, phase))
+    if before > after > 0:
+        reason = (
+            f"needs steps of {after} samples on this site, but until the next merge this site reads {before} samples a step, as before "
+            "the number or the shares of sites changed"
+        )
+        way_out = "Use plan.state.release = false, or the number and the shares of before, until the run has made a merge."
+        yield error("plan.state.release", True, reason, way_out)
 
 
 def _other_moments(saved: RunSpec, asked: RunSpec) -> Found:

@@ -306,7 +306,6 @@ RULES: tuple[Rule, ...] = (
     Rule("sites", sites.names_tell_sites_apart),
     Rule("sites", sites.each_cluster_has_the_ranks),
     Rule("sites", each_site_can_train),
-    Rule("sites", sites.returned_samples_can_be_trained),
     Rule("sites", sites.faults_go_back_to_checkpoints),
     Rule("fleet", fleet.verification_has_a_replica),
     Rule("fleet", fleet.verification_repeats_bits),

@@ -8,11 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from megalith.check.case import Case, Found, advice, error
-from megalith.schedule.table import schedule_problems
 from megalith.spec import cluster as clusters
 from megalith.spec.model import MoeSpec
 from megalith.spec.numbers import PRECISIONS
-from megalith.spec.phases import Phases
 from megalith.spec.problem import SpecErrors
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import EVERY_STEP, FULL, SitesSpec
@@ -301,29 +299,6 @@ def each_cluster_has_the_ranks(case: Case) -> Found:
         if clusters.counted(one.cluster) and there.count < plan.ranks:
             reason = f"has {there.count} devices, but sites.each.{number}.plan has {plan.ranks} ranks"
             yield error(key, one.cluster, reason, f"Use {there.accelerator.name}:{plan.ranks}, or a smaller plan.")
-
-
-def returned_samples_can_be_trained(case: Case) -> Found:
-    """Every schedule supports the small steps in which sites train the samples that a lost site returns."""
-    spec, sites = case.spec, case.spec.sites
-    if sites is None or sites.exchanges_gradients or len(sites.plans) != sites.count:  # no step is made without a site
-        return
-    batch = min(phase.global_batch for phase in Phases.of(spec).all)
-    for number, (plan, share) in enumerate(zip(sites.plans, sites.shares, strict=False)):
-        reads = plan.data * plan.microbatch
-        few, rest = divmod(batch, sites.parts * reads)
-        if share == 1 or rest or not few:  # it never reads less, or another rule says that the batch does not divide
-            continue
-        numbers = {"ranks": plan.pipeline, "chunks": plan.chunks, "zero": plan.zero}
-        usual = {str(each) for each in schedule_problems(plan.schedule, microbatches=share * few, **numbers)}
-        for problem in schedule_problems(plan.schedule, microbatches=few, **numbers):
-            if str(problem) not in usual:
-                reason = (
-                    f"cannot train the samples that a lost site returns: a step may have as few as {reads * few} samples, and "
-                    f"microbatches = {few} {problem.reason}"
-                )
-                way_out = "Use another schedule, a larger train.global_batch or equal shares."
-                yield error(f"sites.each.{number}.plan.schedule", plan.schedule, reason, way_out)
 
 
 def launched_alone(spec: RunSpec) -> Found:

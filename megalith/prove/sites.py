@@ -37,7 +37,7 @@ from megalith.spec.numbers import PRECISIONS, Rounded
 from megalith.spec.phases import Phases, during
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import at_site, folder_of, fragments, within
-from megalith.spec.sites.deal import Share
+from megalith.spec.sites.deal import Portion
 from megalith.spec.treatment import amplifies
 from megalith.train.assemble import assemble, mesh_groups
 from megalith.train.sites.meet import build
@@ -52,7 +52,7 @@ class SiteRecording:
     each step's merge."""
 
     run: Recording = field(default_factory=Recording)
-    shares: list[Share] = field(default_factory=list)
+    shares: list[Portion] = field(default_factory=list)
     before: list[Weights] = field(default_factory=list)
     after: list[Weights] = field(default_factory=list)
 

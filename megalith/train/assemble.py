@@ -29,7 +29,7 @@ from megalith.spec.numbers import PRECISIONS
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.phases import Phase, Phases, during
 from megalith.spec.run import RunSpec
-from megalith.spec.sites import within
+from megalith.spec.sites import computed_size, within
 from megalith.spec.sizes import model_parameters, tied_names
 from megalith.spec.state import LOWER, Place, gradient
 from megalith.spec.treatment import treatments
@@ -73,21 +73,22 @@ class Trainer:
     release: Release | None = None
     tiers: Mapping[Place, AnyTier] = field(default_factory=dict[Place, AnyTier])
     schedule: int | None = None  # steps of the schedule of learning rates that are done; None: as many as the state has updates
+    filled: int = 0  # sequences without targets with which the samples of a step are filled up to `spec.train.global_batch`
 
     def enter(self, phase: Phase, size: int | None = None) -> None:
         """Switch to a phase of the run. All ranks call this together, between two steps, when all earlier steps are verified. Modules,
         state and process groups stay the same, so torch.compile recompiles only functions whose tensor shapes change. `size`: this site's
-        number of samples in a step; None: the site's part of the phase's batch. Raises ValueError if the plan cannot split `size` samples
-        evenly."""
-        spec = within(during(self.run, phase), size)
-        if size is not None and size % (unit := spec.plan.data * spec.plan.microbatch):
-            raise ValueError(
-                f"another site left {size} samples to this site, not a multiple of plan.data x plan.microbatch = {unit}. Set the plan and "
-                "sites.count to their previous values until this site has trained on these samples"
-            )
+        number of samples in a step; None: the site's part of the phase's batch."""
+        here = during(self.run, phase)
+        spec = within(here, None if size is None else computed_size(here, size))
         if spec.microbatches != self.spec.microbatches or spec.train.seq_len != self.spec.train.seq_len:
             self.executor.adopt(program_of(spec, self.groups), hidden_of(spec, self.device))
-        self.spec = spec
+        self.spec, self.filled = spec, 0 if size is None else spec.train.global_batch - size
+
+    @property
+    def samples(self) -> int:
+        """The number of samples that this rank's site reads in a step."""
+        return self.spec.train.global_batch - self.filled
 
     @property
     def reader(self) -> int:

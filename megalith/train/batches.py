@@ -1,13 +1,14 @@
 """The samples that a rank computes in a step, and how they are split into microbatches."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from megalith.data.stream import NO_TARGET
 from megalith.data.stream import Batch as Samples
 from megalith.kernels.draws import Tokens
 from megalith.models.batch import Batch
@@ -27,6 +28,11 @@ def indices(spec: RunSpec, *, first: int, data_rank: int) -> list[range]:
     size, ranks = spec.plan.microbatch, spec.plan.data
     starts = (first + (i * ranks + data_rank) * size for i in range(spec.microbatches))
     return [range(start, start + size) for start in starts]
+
+
+def without_targets(samples: Samples, rows: Sequence[bool]) -> Samples:
+    """Return the samples, with no targets in the rows for which `rows` is true: such rows only give every rank tensors of one shape."""
+    return replace(samples, targets=np.where(np.array(rows)[:, None], NO_TARGET, samples.targets))
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,7 @@ def _ahead(samples: Samples, cut: Cut) -> dict[str, np.ndarray]:
     for k in range(1, cut.ahead + 1):
         inside = left > k
         tokens.append(np.where(inside, np.roll(samples.tokens, -k, axis=1), 0))
-        targets.append(np.where(inside, np.roll(samples.targets, -k, axis=1), -100))
+        targets.append(np.where(inside, np.roll(samples.targets, -k, axis=1), NO_TARGET))
     return {"ahead": np.stack(tokens), "ahead_targets": np.stack(targets)}
 
 

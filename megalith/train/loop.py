@@ -259,7 +259,7 @@ class Loop:
         result makes all ranks stop."""
         share = None if self._turn is None else self._turn.share
         phase = self.phases.at(self.position.samples if share is None else share.first)
-        same = phase is self._phase and (share is None or share.size == self.trainer.spec.train.global_batch)
+        same = phase is self._phase and (share is None or share.size == self.trainer.samples)
         stopping = False if same else self._learn(self._stepper.settle())
         state = self.trainer.state
         state.history = state.history.of_text(self.phases.texts[phase.number])  # also after a rewind into another phase

@@ -33,10 +33,10 @@ from megalith.spec.forward import other_rows
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.phases import Phases, during
 from megalith.spec.run import RunSpec
-from megalith.spec.sites import within
-from megalith.spec.sites.deal import Share
+from megalith.spec.sites import computed_size, within
+from megalith.spec.sites.deal import Portion
 from megalith.train.assemble import Trainer
-from megalith.train.batches import indices
+from megalith.train.batches import indices, without_targets
 from megalith.train.own.callbacks import CALLBACKS
 from megalith.train.received import receive
 from megalith.train.sites.meet import cuts_in
@@ -98,9 +98,9 @@ def read_step(stream: Stream, spec: RunSpec, position: Position, step: int, data
     return [stream.batch(part) for part in read_indices(spec, position, step, data_rank)]
 
 
-def read_share(stream: Stream, spec: RunSpec, share: Callable[[int], Share], step: int, data_rank: int) -> list[Samples]:
+def read_share(stream: Stream, spec: RunSpec, share: Callable[[int], Portion], step: int, data_rank: int) -> list[Samples]:
     """Return the microbatches of a data rank in a step of a site. `share`: returns the samples that the site reads in a step."""
-    return [stream.batch(part) for part in indices_in(spec, share(step), data_rank)]
+    return read_portion(stream, spec, share(step), data_rank)
 
 
 def read_numbers(spec: RunSpec, position: Position, step: int) -> range:
@@ -116,13 +116,34 @@ def read_numbers(spec: RunSpec, position: Position, step: int) -> range:
 def read_indices(spec: RunSpec, position: Position, step: int, data_rank: int) -> list[range]:
     """Return the sample numbers of each of a data rank's microbatches in a step."""
     numbers = read_numbers(spec, position, step)
-    return indices_in(spec, Share(numbers.start, len(numbers)), data_rank)
+    here = during(spec, Phases.of(spec).at(numbers.start))
+    return indices(within(here, len(numbers)), first=numbers.start, data_rank=data_rank)
 
 
-def indices_in(spec: RunSpec, share: Share, data_rank: int) -> list[range]:
-    """Return the sample numbers of each of a data rank's microbatches, in a step in which its site (or the whole run) reads `share`."""
-    here = within(during(spec, Phases.of(spec).at(share.first)), share.size)
-    return indices(here, first=share.first, data_rank=data_rank)
+def read_portion(stream: Stream, spec: RunSpec, portion: Portion, data_rank: int) -> list[Samples]:
+    """Return the microbatches of a data rank in a step in which its site reads `portion`. Sequences that fill up the step have no targets,
+    so they change neither the loss nor its gradients."""
+    return [
+        without_targets(stream.batch(_numbers_at(portion, places)), [place >= portion.size for place in places])
+        for places in places_in(spec, portion, data_rank)
+    ]
+
+
+def indices_in(spec: RunSpec, portion: Portion, data_rank: int) -> list[list[int]]:
+    """Return the sample numbers of each of a data rank's microbatches, in a step in which its site reads `portion`. Samples of the portion
+    are repeated to fill up the step."""
+    return [_numbers_at(portion, places) for places in places_in(spec, portion, data_rank)]
+
+
+def _numbers_at(portion: Portion, places: range) -> list[int]:
+    numbers = portion.numbers
+    return [numbers[place % len(numbers)] for place in places]
+
+
+def places_in(spec: RunSpec, portion: Portion, data_rank: int) -> list[range]:
+    """Return the places of each of a data rank's microbatches among the sequences that its site computes in a step."""
+    here = during(spec, Phases.of(spec).at(portion.first))
+    return indices(within(here, computed_size(here, portion.size)), first=0, data_rank=data_rank)
 
 
 def restore(

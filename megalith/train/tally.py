@@ -141,7 +141,7 @@ def stepped(
         loss=totals.loss,
         grad_norm=totals.norm,
         lr=lr,
-        tokens=spec.train.global_batch * spec.train.seq_len,
+        tokens=trainer.samples * spec.train.seq_len,
         seconds=seconds,
         breakdown=_breakdown(trainer, executed, [*accumulated.marks, optimizer]),
         memory=trainer.state.bytes() | {"resident": totals.resident, "peak": peak_bytes(trainer.device)},
@@ -149,7 +149,7 @@ def stepped(
         spans=_spans(trainer, accumulated),
         experts=experts,
         scale=accumulated.scale and accumulated.scale.value,
-        noise=noise_of(spec, small=totals.apart, large=totals.together),
+        noise=None if trainer.filled else noise_of(spec, small=totals.apart, large=totals.together),
     )
 
 

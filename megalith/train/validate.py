@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -12,7 +11,7 @@ from megalith.parallel.execute import Executor
 from megalith.schedule.forward_only import forward_only
 from megalith.schedule.lower import lower
 from megalith.train.assemble import Trainer, hidden_of
-from megalith.train.batches import Cut, count_valid, indices, to_batch
+from megalith.train.batches import Cut, count_valid, indices, to_batch, without_targets
 
 
 class Validator:
@@ -60,6 +59,4 @@ class Validator:
         """Read samples by number. For numbers beyond the last sample, return rows without targets, so that every rank has tensors of the
         same shape."""
         real = [samples[min(number, len(samples) - 1)] for number in numbers]
-        read = self.stream.batch(real)
-        past = np.array([number >= len(samples) for number in numbers])
-        return replace(read, targets=np.where(past[:, None], -100, read.targets))
+        return without_targets(self.stream.batch(real), [number >= len(samples) for number in numbers])

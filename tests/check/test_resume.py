@@ -65,19 +65,17 @@ def test_sites_may_come_and_go_and_move_but_not_merge_in_another_way():
         assert check_resume(spec(*together, idle), spec(*together)) == [], "earlier versions let it be set"
 
 
-def test_shares_of_before_must_be_divided_until_the_next_merge():
+def test_a_plan_need_not_divide_the_shares_of_before():
+    """Only gradients that are released inside the backward need a step of one microbatch, and so no larger share than the site's own."""
     before = spec("sites.count=2", "train.global_batch=12", "plan.data=2")
-    (problem,) = check_resume(before, spec("sites.count=1", "train.global_batch=12", "plan.data=4"))
-    assert problem.key == "sites.count" and "deals out shares of 6 samples until its next merge" in problem.reason
-    assert problem.way_out == (
-        "Use a plan with data x microbatch = 1, 2, 3 or 6, or sites.count = 2, until the run has made a merge."
-    )
-    assert not check_resume(before, spec("sites.count=1", "train.global_batch=12", "plan.data=3"))
-    assert not check_resume(spec("sites.count=1", "train.global_batch=12", "plan.data=4"), before)
+    assert not check_resume(before, spec("sites.count=1", "train.global_batch=12", "plan.data=4"))
     each = [f"sites.each=[{{ share = {share} }}, {{ share = 1 }}]" for share in (2, 1)]
-    for ranks, keys in ((4, []), (3, ["sites.each"])):
-        found = check_resume(*(spec("train.global_batch=12", f"plan.data={ranks}", one) for one in each))
-        assert [one.key for one in found] == keys
+    assert not check_resume(*(spec("train.global_batch=12", "plan.data=3", one) for one in each))
+    release = ("train.global_batch=12", "plan.data=2", "plan.state.release=true")
+    (problem,) = check_resume(before, spec("sites.count=3", "plan.microbatch=2", *release))
+    assert problem.key == "plan.state.release" and "steps of 4 samples on this site, but until the next merge" in problem.reason
+    assert not check_resume(before, spec("sites.count=3", "sites.site=2", "plan.microbatch=2", *release)), "it does not train yet"
+    assert not check_resume(before, spec("sites.count=1", "plan.microbatch=6", *release))
 
 
 def test_what_may_change_exists():

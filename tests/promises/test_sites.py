@@ -32,14 +32,15 @@ from megalith.report.history import history
 from megalith.spec.phases import Phases
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import at_site, folder_of, fragments, verdict_bytes, wire_bytes, within
-from megalith.spec.sites.deal import Deal, Share
+from megalith.spec.sites.deal import Deal, Portion, Share
 from megalith.train.assemble import assemble, mesh_groups
 from megalith.train.evaluate import evaluate, window_losses
 from megalith.train.generate import find_tokenizer, generate, load_model
-from megalith.train.restore import indices_in
+from megalith.train.restore import indices_in, read_portion
 from megalith.train.sites.record import recorded
 from megalith.train.step import train_step
 from megalith.train.stream import open_stream
+from megalith.train.tally import StepResult
 from tests.fleet.conftest import until
 from tests.full import only_full, sampled
 from tests.keys import GIVEN, OTHER_KEY
@@ -129,8 +130,8 @@ def _one_after_the_other(rank: int, spec: RunSpec) -> dict[str, torch.Tensor]:
     merges, stream, part = Reference.begin(sites, cut, set(), first), open_stream(spec, "train"), alone.train.global_batch
     for step in range(spec.train.steps):
         for site, trainer in enumerate(trainers):
-            share = Share(step * spec.train.global_batch + site * part, part)
-            train_step(trainer, [stream.batch(each) for each in indices_in(alone, share, 0)], step=step)
+            portion = Portion((Share(step * spec.train.global_batch + site * part, part),))
+            train_step(trainer, read_portion(stream, alone, portion, 0), step=step)
             merges.weights[site] = {name: tensor.detach().numpy().copy() for name, tensor in live[site].items()}
         merges.after_step(step + 1, last=step + 1 == spec.train.steps)
         for site, weights in enumerate(merges.weights):
@@ -385,7 +386,8 @@ def test_the_number_of_sites_may_change(data: Path, tmp_path: Path) -> None:
     third = final_state(folder_of(folder, 2))
     assert all(torch.equal(tensor, third[name]) for name, tensor in _weights(final_state(folder)).items())
     assert position(folder)["samples"] == 20 * 12
-    _train(_spec(data, sites | {"count": 1}, train={"steps": 24}), folder)
+    # Until the next merge the site reads four samples a step, and its plan computes three at a time: eight sequences fill up twelve.
+    _train(_spec(data, sites | {"count": 1}, train={"steps": 24}, plan={"microbatch": 3}), folder)
     (last,) = {one.number: one for one in of_kind(read(folder), Merge) if one.left}.values()
     assert last.left == [1, 2] and last.count == 1
     assert _ledger(_spec(data, sites, train={"steps": 24}), folder) == list(range(24 * 12))
@@ -596,6 +598,26 @@ def test_every_sample_is_read_once(count: int) -> None:
         shares = deal.deal(step, phases, 36).values()
         found = [n for share in shares for reader in range(2) for part in indices_in(spec, share, reader) for n in part]
         assert sorted(found) == list(range(12 * step, 12 * step + 12))
+
+
+def test_a_step_that_is_filled_up_has_the_gradients_of_its_samples(data: Path) -> None:
+    """A site whose part is six samples reads two ranges of two samples each."""
+    spec = _spec(data, {"count": 2}, plan={"microbatch": 3})
+    portion = Portion((Share(3, 2), Share(20, 2)))
+    filled, exact = run_ranks(_filled, 1, spec, portion)[0]
+    assert indices_in(spec, portion, 0) == [[3, 4, 20], [21, 3, 4]]
+    assert (filled.tokens, filled.noise) == (exact.tokens, None) and exact.tokens == 4 * 32
+    assert filled.loss == pytest.approx(exact.loss, rel=1e-6) and filled.grad_norm == pytest.approx(exact.grad_norm, rel=1e-5)
+
+
+def _filled(rank: int, spec: RunSpec, portion: Portion) -> list[StepResult]:
+    """Return the results of a step that reads a portion, filled up, and of the same samples as a whole batch."""
+    device, stream = torch.device("cpu"), open_stream(spec, "train")
+    alone = within(spec.model_copy(update={"plan": type(spec.plan)()}), portion.size)
+    site, whole = (assemble(one, groups=mesh_groups(one, device, everyone()), device=device) for one in (spec, alone))
+    site.enter(Phases.of(spec).at(portion.first), portion.size)
+    filled = train_step(site, read_portion(stream, spec, portion, 0), step=0)
+    return [filled, train_step(whole, [stream.batch([number]) for number in portion.numbers], step=0)]
 
 
 def test_merges_are_in_the_log(whole: Path) -> None:

@@ -1,23 +1,45 @@
 """The samples that each site reads in each step: a pure function of the run file and of the recorded merges. No torch. If no site
 leaves, site i of M reads the i-th part of each step's batch. When a site leaves, its samples that are not part of any merge are
-returned. Returned samples are assigned to the present sites before new samples are, so that no sample is lost or counted twice.
+returned. Returned samples are assigned to the present sites before new samples are, so that no sample is lost or counted twice. A
+site reads its whole part in every step, from as many returned ranges as it takes, while samples of the same phase remain.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from megalith.spec.phases import Phase, Phases
+from megalith.spec.phases import Phases
 from megalith.spec.sites.late import Backlog, Taken
 from megalith.spec.sites.table import part_of_batch
 
 
 class Share(NamedTuple):
-    """The samples that one site reads in one step: `size` consecutive samples from number `first` on, all in one phase of the
-    data."""
+    """Samples that one site reads in one step: `size` consecutive samples from number `first` on, all in one phase of the data."""
 
     first: int
     size: int
+
+
+class Portion(NamedTuple):
+    """All samples that one site reads in one step, all in one phase of the data. There are several shares if the site reads returned
+    samples."""
+
+    shares: tuple[Share, ...]
+
+    @property
+    def first(self) -> int:
+        """The number of the first sample."""
+        return self.shares[0].first
+
+    @property
+    def size(self) -> int:
+        """The number of samples."""
+        return sum(share.size for share in self.shares)
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of all samples, in the order in which they are read."""
+        return [number for first, size in self.shares for number in range(first, first + size)]
 
 
 @dataclass
@@ -64,17 +86,17 @@ class Deal:
         """Number of the run's `total` samples that are not assigned yet."""
         return max(0, total - self.next) + sum(share.size for share in self.returned)
 
-    def deal(self, step: int, phases: Phases, total: int) -> dict[int, Share]:
-        """Assign the samples of the step that comes after `step` steps: each training site gets a share, in the order of site
+    def deal(self, step: int, phases: Phases, total: int) -> dict[int, Portion]:
+        """Assign the samples of the step that comes after `step` steps: each training site gets a portion, in the order of site
         numbers, while samples of the run's `total` remain."""
         found = {}
         for site in sorted(self.members):
-            if not self.returned and self.next >= total:
+            if not self.left(total):
                 break
-            found[site] = share = self._again(site, phases) if self.returned else self._new(site, phases, total)
-            self.open.setdefault(site, []).append((step + 1, share))
+            found[site] = portion = self._portion(site, phases, total)
+            self.open.setdefault(site, []).extend((step + 1, share) for share in portion.shares)
             if self.backlog is not None:
-                self.backlog.note(site, share.size)
+                self.backlog.note(site, portion.size)
         return found
 
     def send(self, fragment: int, step: int) -> None:
@@ -96,24 +118,26 @@ class Deal:
         counted = self.count_in(fragment)
         return tuple(Taken(site, sent, counted[site]) for site, sent in takes)
 
-    def _again(self, site: int, phases: Phases) -> Share:
-        """Return the first returned share, or its first part if the share is larger than what the site reads in a step."""
-        share = self.returned.pop(0)
-        size = min(share.size, self._most(site, phases.at(share.first)))
-        if size < share.size:
-            self.returned.insert(0, Share(share.first + size, share.size - size))
-        return Share(share.first, size)
+    def _portion(self, site: int, phases: Phases, total: int) -> Portion:
+        """Return the next samples of one phase: returned ones first, then new ones, up to the site's part of the phase's batch."""
+        phase = phases.at(self.returned[0].first if self.returned else self.next)
+        end = min([total, *(each.first for each in phases.all if each.first > phase.first)])
+        missing, found = part_of_batch(phase.global_batch, site, self.count, self.shares), list[Share]()
+        while missing and (share := self._take(missing, end)).size:
+            missing -= share.size
+            found.append(share)
+        return Portion(tuple(found))
 
-    def _most(self, site: int, phase: Phase) -> int:
-        return part_of_batch(phase.global_batch, site, self.count, self.shares)
-
-    def _new(self, site: int, phases: Phases, total: int) -> Share:
-        """Return the next share of new samples, which never extends beyond the end of a phase or of the run."""
-        phase = phases.at(self.next)
-        ends = [total, *(each.first for each in phases.all if each.first > self.next)]
-        size = min([self._most(site, phase), *(end - self.next for end in ends)])
-        self.next += size
-        return Share(self.next - size, size)
+    def _take(self, most: int, end: int) -> Share:
+        """Return up to `most` consecutive samples before sample `end`: returned ones if there are any, else new ones."""
+        if not self.returned:
+            taken = max(0, min(most, end - self.next))
+            self.next += taken
+            return Share(self.next - taken, taken)
+        first, size = self.returned[0]
+        taken = min(size, most) if first < end else 0
+        self.returned[:1] = [Share(first + taken, size - taken)] if taken < size else []
+        return Share(first, taken)
 
     def merge(
         self,

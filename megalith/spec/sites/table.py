@@ -265,6 +265,13 @@ def part_of_batch(batch: int, site: int, count: int, shares: Sequence[int]) -> i
     return batch * shares[site] // sum(shares) if site < len(shares) else batch // count
 
 
+def computed_size(spec: "RunSpec", samples: int) -> int:
+    """Return the number of sequences that the run's own site computes in a step in which it reads `samples` samples: a multiple of
+    its part of a batch, because every plan can divide that evenly. The sequences beyond `samples` have no targets."""
+    part = own_batch(spec)
+    return -(-samples // part) * part
+
+
 def unit_of(spec: "RunSpec") -> int:
     """Return the smallest number of samples that the data ranks of every site can divide evenly into microbatches."""
     plans = (spec.plan,) if spec.sites is None or not spec.sites.plans else spec.sites.plans

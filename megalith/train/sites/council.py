@@ -211,7 +211,8 @@ class Council(SiteMessenger):
         return sum(1 for _ in takewhile(bool, there))
 
     def _judged(self, merge: Pending) -> Verdict | None:
-        (number, fragment, sent, step, members, _, got, waited), due = merge[:8], merge.due
+        number, fragment, sent, step, members, _, got, waited = merge[:8]
+        due = {site for site in merge.due if site < self.spec.count}  # the run may have been resumed with fewer sites
         awaited = merge.stale if self.quorum(got) else due - got
         may_come = {site for site in awaited if self._roll.takes_part(site)}
         if may_come and waited < self.pace.grace:

@@ -16,7 +16,7 @@ from megalith.exchange import ObjectCollectives
 from megalith.spec.phases import Phases
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import Fragment, sent_after
-from megalith.spec.sites.deal import Deal, Share
+from megalith.spec.sites.deal import Deal, Portion
 from megalith.spec.sites.late import Backlog, Taken
 from megalith.train.sites import handover, outer, pieces
 from megalith.train.sites.council import Council
@@ -67,7 +67,7 @@ class Sites:
         self.enters = False
         """True if `enter` must be called before the first step."""
         self._losses = deque[float](maxlen=self.spec.inner_steps)
-        self._shares: dict[int, Share] = {}
+        self._shares: dict[int, Portion] = {}
         self._refused = 0
         self.step_hooks: tuple[StepHook, ...] = ()
         """The step hooks that these merges need."""
@@ -164,7 +164,7 @@ class Sites:
         """Return True if `share` knows the step."""
         return step in self._shares
 
-    def share(self, step: int) -> Share:
+    def share(self, step: int) -> Portion:
         """Return the samples that were assigned to this site in a recent step."""
         return self._shares[step]
 

@@ -15,8 +15,8 @@ from megalith.spec.sites import HEAD_BYTES, STEP_BYTES, VERDICT_BYTES
 LENGTH_BYTES = 8
 """The number of bytes that the transport puts in front of a message."""
 LINE_BYTES = MARK_BYTES = 8
-FORMAT = 1
-"""The version of these messages, which sites compare when they meet."""
+FORMAT = 2
+"""The version of these messages, and of the rule by which samples are divided (`Deal`), which sites compare when they meet."""
 UNKNOWN = 0  # in place of the digest of merged weights
 _DIFFERENCE = struct.Struct(f">cB2xIQd{LINE_BYTES}sQ")  # kind, a request to stop, fragment, step, mean loss, line, anchor
 _VERDICT = struct.Struct(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megalith.events import Merge
-from megalith.spec.sites.deal import Deal, Share
+from megalith.spec.sites.deal import Deal, Portion
 from megalith.train.sites.messages import CheckpointOffer, Verdict
 
 
@@ -69,10 +69,10 @@ class Round:
 
 @dataclass(frozen=True)
 class StepShare:
-    """The samples of one step. `share`: the samples that this site reads; None: none. `samples`: the number of samples that all sites
+    """The samples of one step. `share`: those that this site reads; None: none. `samples`: the number of samples that all sites
     together read. `schedule`: the step's number in the learning-rate schedule, computed from the samples read before this step."""
 
-    share: Share | None
+    share: Portion | None
     samples: int
     schedule: int
 

@@ -41,13 +41,14 @@ from megalith.train.tally import StepTotals
 @dataclass(frozen=True)
 class Data:
     """Access to the run's data of each step. `reads` returns whether the samples of a past step can be read again, `read` this rank's
-    microbatches of a step, `mine` the numbers of their samples."""
+    microbatches of a step, `mine` the numbers of their samples, and `shape` a step's phase and number of samples, as `Trainer.enter` takes
+    them."""
 
     reads: Callable[[int], bool]
     read: Callable[[int], list[Samples]]
-    mine: Callable[[int], Sequence[range]]
+    mine: Callable[[int], Sequence[Sequence[int]]]
     numbers: Callable[[int], range]
-    phase: Callable[[int], Phase]
+    shape: Callable[[int], tuple[Phase, int]]
     place: Callable[[int], str]
 
 
@@ -121,7 +122,7 @@ class Healer:
             words = f"the samples of step {last.step + 1} had loss {last.loss:.4g} in that step, and have {now.loss:.4g} now"
             found = replace(found, sound=sound, batch_before=words)
             self._put_back(step)
-            self.trainer.enter(self.data.phase(step))
+            self.trainer.enter(*self.data.shape(step))
         self.trainer.extremes.demand()  # the spike's own step is computed again next
         if self._sampled is not None:
             self._sampled.close()  # of a step that was suspected alone
@@ -182,7 +183,7 @@ class Healer:
 
     def _again(self, step: int) -> StepTotals:
         """Compute the totals of a step with the current weights. Keep the step's gradients, and leave the trainer in the step's phase."""
-        self.trainer.enter(self.data.phase(step))
+        self.trainer.enter(*self.data.shape(step))
         accumulated = accumulate(self.trainer, self.data.read(step))
         return AllGatherTotals(self.trainer, accumulated.executed, stop=False).wait()
 
@@ -224,7 +225,7 @@ class Healer:
             moved = first_moved(sound, self._damaged[1], self.trainer.model.part_names)
             findings = replace(findings, replayed=result, moved=moved, compared=bool(sound and self._damaged[1]))
             self._restore(target, step)
-            self.trainer.enter(self.data.phase(step))
+            self.trainer.enter(*self.data.shape(step))
         torch.set_rng_state(drawn)
         if state.scale is not None and scale is not None:  # updates that were left out stay so
             state.scale = state.scale._replace(overflows=scale.overflows)

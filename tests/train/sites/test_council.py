@@ -157,6 +157,15 @@ def test_a_merge_of_all() -> None:
         assert [each.step for each in one.differences(verdicts[0], bytes_each=7)] == [4, 4, 4]
 
 
+def test_the_only_site_left_joins_although_none_of_those_that_trained_is_there() -> None:
+    """It was not back yet when its checkpoint was saved, and the run is resumed with it alone."""
+    council = Council(SitesSpec(count=1), 0, None, patience=0.3, start=0.4, limit=0.4)
+    council.begin([CheckpointOffer(3, "m", 36, (1, 2))], 1.0)
+    council.send_ready()
+    verdict = council.decide(1, 0, 4, 4, members={1: 0, 2: 0})
+    assert (verdict.merged, verdict.left, verdict.joined, verdict.count) == ((), (1, 2), (0,), 1)
+
+
 def test_a_site_that_is_late_is_left_out_after_the_grace() -> None:
     councils = _all(Hub())
     for one in councils[:2]:
