@@ -30,7 +30,7 @@ from megalith.events.kinds import (
     Unknown,
     Validation,
 )
-from megalith.events.log import FILE, MAX_WAITING, EventLog, Kind, Reader, of_kind, read
+from megalith.events.log import FILE, MAX_WAITING, EventLog, Kind, Reader, of_kind, read, read_kind
 from megalith.events.text import dump, load, parse
 
 __all__ = [
@@ -67,4 +67,5 @@ __all__ = [
     "of_kind",
     "parse",
     "read",
+    "read_kind",
 ]

@@ -18,8 +18,7 @@ from functools import partial
 from itertools import combinations
 from pathlib import Path
 
-from megalith import disk, epochs, events
-from megalith.events import Merge
+from megalith.events import Merge, read_kind
 from megalith.fleet.exit_codes import ORDERLY
 from megalith.fleet.secure import key
 from megalith.machine import parent_watch, wire
@@ -81,7 +80,7 @@ class Membership:
 
 def membership(run_dir: Path, count: int) -> Membership:
     """Read which sites of a run of `count` sites take part in merges, from the logs of all sites: a site's log lacks the merges
-    that were made while it was away. If a merge was repeated, the repetition counts."""
+    that are made while it is away. If a merge was repeated, the repetition counts."""
     logs = [_merges(folder_of(run_dir, site)) for site in range(count)]
     everything = sorted((one for log in logs for one in log), key=lambda one: one.time)
     by_number = {one.number: one for one in everything}
@@ -95,11 +94,7 @@ def membership(run_dir: Path, count: int) -> Membership:
 
 
 def _merges(folder: Path) -> list[Merge]:
-    """Return the merges in a site's log. Lines of other events are not parsed, because the log is read often."""
-    if not folder.is_dir():
-        return []
-    lines = (line for line in disk.lines(epochs.newest(folder, events.FILE)) if '"type":"merge"' in line)
-    return [event for event in map(events.parse, lines) if isinstance(event, Merge)]
+    return read_kind(folder, Merge) if folder.is_dir() else []
 
 
 @dataclass

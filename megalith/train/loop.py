@@ -1,7 +1,7 @@
 """The training loop: reads a batch, trains a step, and writes events, validation results and checkpoints."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megalith.checkpoint.checkpointer import Checkpointer, SaveFailure
 from megalith.checkpoint.reports import SaveReports
 from megalith.data.stream import Stream
-from megalith.events import EventLog, PhaseBegan, Problem, Skipped, Span, Spans, Step, Validation
+from megalith.events import Event, EventLog, PhaseBegan, Problem, Skipped, Span, Spans, Step, Validation
 from megalith.exchange import ObjectCollectives
 from megalith.fleet import hooks
 from megalith.fleet.exit_codes import ExitCode
@@ -177,9 +177,10 @@ class Loop:
         """Join the other sites at their current step; return False if a stop was requested before their weights arrived."""
         self.heartbeat.beat("merge", self.step)
         try:
-            step = sites.enter()
+            step, missed = sites.enter()
         except StopAsked:
             return False
+        self._write(missed)
         self.position = Position(step, sites.progress.deal.dealt, 0)
         self._first = step
         if self.guard:
@@ -207,9 +208,7 @@ class Loop:
         done = sites.after_step(self.step, stop=stop)
         if due and self.guard:
             self.guard.adopt(self.step)
-        if self.log:
-            for event in done.made:
-                self.log.write(event)
+        self._write(done.made)
         for text in done.said:
             self._say("advice", text)
         if done.refused:
@@ -316,9 +315,7 @@ class Loop:
                 self._log_skip(done, timed)
             elif self.log:
                 self._log_step(done, timed)
-            if self.log:
-                for event in done.outcome.events:
-                    self.log.write(event)
+            self._write(done.outcome.events)
             if self.trainer.callbacks and self.trainer.callbacks.after_step(self._done(done)) and not self._stop_asked:
                 self._stop_asked = True
                 if self.trainer.groups.rank == 0:
@@ -422,8 +419,12 @@ class Loop:
         self._say("warning", message)
 
     def _say(self, severity: str, message: str) -> None:
+        self._write([Problem(severity, message)])
+
+    def _write(self, events: Iterable[Event]) -> None:
         if self.log:
-            self.log.write(Problem(severity, message))
+            for event in events:
+                self.log.write(event)
 
     def _save(self, *, asynchronous: bool) -> None:
         phase = "checkpoint" if asynchronous else "last checkpoint"  # they take differently long

@@ -19,10 +19,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megalith.checkpoint.folder import find, read_manifest
 from megalith.checkpoint.huggingface import OUTPUT
 from megalith.checkpoint.read import read_full
 from megalith.commands.export import export
-from megalith.events import Holding, Merge, Problem, RunStarted, Step, Validation, of_kind, read
+from megalith.events import Holding, Merge, Problem, RunStarted, Step, Validation, of_kind, read, read_kind
 from megalith.fleet.secure.session import GREETING_BYTES, ClientHandshake
 from megalith.models import generate as writer
 from megalith.models.stage import Stage
@@ -37,7 +38,7 @@ from megalith.train.assemble import assemble, mesh_groups
 from megalith.train.evaluate import evaluate, window_losses
 from megalith.train.generate import find_tokenizer, generate, load_model
 from megalith.train.restore import indices_in, read_portion
-from megalith.train.sites.record import recorded
+from megalith.train.sites.record import chain, recorded
 from megalith.train.step import train_step
 from megalith.train.stream import open_stream
 from megalith.train.tally import StepResult
@@ -461,10 +462,13 @@ def test_the_site_that_decides_comes_back_and_nobody_goes_back(data: Path, tmp_p
 
 
 def _replayed(spec: RunSpec, folder: Path, again: Path) -> None:
-    """Replay the merges of a run, with no site lost, and assert that they end with the same bits."""
+    """Replay the merges of a run, with no site lost, and assert that they end with the same bits. The log of each site has all merges."""
     assert spec.sites is not None
-    made = recorded([folder])
+    made, last = recorded([folder]), read_manifest(find(folder)).meta["sites"]
     assert sorted(made) == list(range(len(made)))
+    for site in range(spec.sites.count):
+        own = chain(read_kind(folder_of(folder, site), Merge), last["merges"], last["mark"])
+        assert {verdict.number: verdict for _, verdict in own} == made
     sites = spec.sites.model_copy(update={"replay": (str(folder),), "grace": 60.0})
     _train(spec.model_copy(update={"sites": sites}), again)
     assert recorded([again]) == made

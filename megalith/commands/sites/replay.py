@@ -33,7 +33,7 @@ def command(
         list[Path] | None,
         typer.Argument(
             metavar="[RUN_DIR ...]",
-            help="Run folders of the other sites, if each site was launched separately.",
+            help="Run folders of other sites, if the log in RUN_DIR lacks merges.",
             show_default=False,
         ),
     ] = None,

@@ -2,8 +2,9 @@
 and the weights that it has received."""
 
 from collections.abc import Collection
+from typing import Any
 
-from megalith.train.sites.messages import FragmentValues, Hello, JoinReply, Ready
+from megalith.train.sites.messages import FragmentValues, Hello, JoinReply, MergeRecord, Ready
 
 
 class Joining:
@@ -18,6 +19,8 @@ class Joining:
         """The sites that ask this site for the weights."""
         self.ready: set[int] = set()
         """The sites that have the weights of all merges so far, and can train."""
+        self.merges: list[dict[str, Any]] = []
+        """The events of all merges so far, as the decider sent them to this joining site."""
         self._told: JoinReply | None = None
         self._held: dict[int, FragmentValues] = {}
 
@@ -37,13 +40,16 @@ class Joining:
         self.asking -= set(found)
         return found
 
-    def note(self, message: JoinReply | FragmentValues) -> None:
+    def note(self, message: MergeRecord | JoinReply | FragmentValues) -> None:
         """Keep a message of the decider's reply to this joining site."""
-        if isinstance(message, JoinReply):
-            self._told = message
-            self._held.clear()
-        else:
-            self._held[message.fragment] = message
+        match message:
+            case MergeRecord():
+                self.merges = message.merges
+            case JoinReply():
+                self._told = message
+                self._held.clear()
+            case FragmentValues():
+                self._held[message.fragment] = message
 
     @property
     def join_reply(self) -> JoinReply | None:

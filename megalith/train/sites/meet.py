@@ -28,7 +28,7 @@ from megalith.train.sites.whole_tensors import WholeTensors
 
 LOOPBACK = "127.0.0.1"
 SLOW_ROUNDS = 4  # whose differences may wait for a link before the site behind it is cut off, so that memory stays bounded
-SPARE_BYTES = 1 << 20  # for verdicts and other short messages
+SPARE_BYTES = 16 << 20  # for verdicts, other short messages, and the record of some 200,000 merges
 ADDRESS_FILE = "site.address"
 """File in a site's folder with the address at which its leading rank listens, for other sites on the same machine."""
 
@@ -69,7 +69,7 @@ def build(
         common = terms(run, data, version=FORMAT)
         council = kind(spec, site, peers, patience=patience, start=start, limit=run.fleet.wait_limit, beat=beat, terms=common)
     kind_of_merge = SynchronousSites if spec.exchanges_gradients else Sites
-    return kind_of_merge(run, cut, state, wholes, site=site, council=council, beat=beat, asked=asked)
+    return kind_of_merge(run, cut, state, wholes, site=site, folder=folder, council=council, beat=beat, asked=asked)
 
 
 def _most_waiting(cut: Sequence[Fragment], staleness: int) -> int:

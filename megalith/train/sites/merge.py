@@ -6,12 +6,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalith.events import Merge
 from megalith.exchange import ObjectCollectives
 from megalith.spec.phases import Phases
 from megalith.spec.run import RunSpec
@@ -21,7 +23,7 @@ from megalith.spec.sites.late import Backlog, Taken
 from megalith.train.sites import handover, outer, pieces
 from megalith.train.sites.council import Council
 from megalith.train.sites.meeting import Beginning
-from megalith.train.sites.messages import UNKNOWN, CheckpointOffer, Difference, JoinReply, Verdict
+from megalith.train.sites.messages import UNKNOWN, CheckpointOffer, Difference, JoinReply, MergeRecord, Verdict
 from megalith.train.sites.progress import MergeResult, Midway, Progress, Round, StepShare, StopAsked
 from megalith.train.sites.reported import membership, merge_event
 from megalith.train.sites.state import NOT_SENT, OuterState
@@ -46,12 +48,13 @@ class Sites:
         wholes: WholeTensors,
         *,
         site: int,
+        folder: Path,
         council: Council | None,
         beat: Callable[[], object] = lambda: None,
         asked: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`council` is None except on the site's leading rank. `beat` is called several times a second while this site waits for other
-        sites. `asked` returns True once this rank is asked to stop."""
+        """`folder`: the site's own folder, with its log. `council` is None except on the site's leading rank. `beat` is called several
+        times a second while this site waits for other sites. `asked` returns True once this rank is asked to stop."""
         assert spec.sites is not None
         self.spec, self.fragments, self.state, self.site = spec.sites, tuple(fragments), state, site
         backlog = Backlog.of_fragments(len(fragments)) if spec.sites.staleness else None
@@ -60,6 +63,7 @@ class Sites:
         self.total = self._phases.after(0, spec.train.steps)
         """The number of samples of the run."""
         self._wholes, self._council, self._ranks = wholes, council, ObjectCollectives(wholes.group)
+        self._folder = folder
         self._beat, self._asked = beat, asked
         self._stop = False
         self._taken = set[int]()  # fragments whose differences were taken after the newest step
@@ -117,8 +121,9 @@ class Sites:
                 self._council.post(Difference(number, step, False, math.nan, message.clone(), anchor=anchor))
         self._send_ready()
 
-    def enter(self) -> int:
-        """Join the other sites: wait for their merged weights, and return the number of steps that they have done."""
+    def enter(self) -> tuple[int, list[Merge]]:
+        """Join the other sites: wait for their merged weights. Return the number of steps that they have done and, on the leading rank, the
+        merges that this site's log lacks."""
         reply = self._wait_for(JoinReply, lambda council: council.join_reply(WAIT_SECONDS))
         handover.receive_weights(self.fragments, self.state, self._wholes, self._council)
         self.enters = False
@@ -127,7 +132,7 @@ class Sites:
         self.progress = Progress(Deal.of(reply.deal), reply.number, reply.mark)
         self._trains = False
         self._send_ready()
-        return reply.step
+        return reply.step, [] if self._council is None else handover.merges_missed(self._folder, self._council.merges)
 
     def _send_ready(self) -> None:
         if not self._trains and self._council is not None:
@@ -192,7 +197,7 @@ class Sites:
         elif trained and not self._trains:
             self._send_ready()
         if self.progress.merges > merges and self.progress.midway is None:
-            self._serve(step, self.progress.deal.members)
+            self._serve(step, self.progress.deal.members, [one.event for one in made if one.event is not None])
         return self._outcome(made)
 
     def _outcome(self, made: Sequence[MergeResult]) -> Round:
@@ -364,17 +369,17 @@ class Sites:
         )  # fmt: skip
         return MergeResult(verdict, event, membership(verdict, returned, self.spec))
 
-    def _serve(self, step: int, members: Collection[int]) -> None:
-        """Send the merged weights to sites that ask for them and are not among `members`. All ranks of the decider take part, because the
-        weights are gathered from them."""
+    def _serve(self, step: int, members: Collection[int], newest: Sequence[Merge] = ()) -> None:
+        """Send the record of merges and the merged weights to sites that ask for them and are not among `members`. All ranks of the decider
+        take part, because the weights are gathered from them. `newest`: merges that the log does not have yet."""
         asking = self._tell(self._council.asking(members) if self._council is not None else [], list[int])
         if not asking:
             return
         progress, state = self.progress, self.state
         if self._council is not None:
-            reply = JoinReply(
-                self._council.line, step, progress.merges, progress.mark, tuple(state.sent.tolist()), progress.deal.record()
-            )
+            line, number, mark = self._council.line, progress.merges, progress.mark
+            self._council.send(asking, MergeRecord(line, handover.merges_made(self._folder, number, mark, newest)))
+            reply = JoinReply(line, step, number, mark, tuple(state.sent.tolist()), progress.deal.record())
             self._council.send(asking, reply)
         handover.send_weights(self.fragments, state, self._wholes, self._council, sites=asking)
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import struct
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -205,6 +206,22 @@ class JoinReply:
 
 
 @dataclass(frozen=True)
+class MergeRecord:
+    """The events of the run's merges so far, as JSON and oldest first, which the decider sends a joining site before its reply."""
+
+    kind = b"m"
+    line: str
+    merges: list[dict[str, Any]]
+
+    def pack(self) -> bytes:
+        return self.kind + zlib.compress(json.dumps([self.line, self.merges]).encode())
+
+    @classmethod
+    def unpack(cls, data: bytes) -> "MergeRecord":
+        return cls(*json.loads(zlib.decompress(data[1:])))
+
+
+@dataclass(frozen=True)
 class FragmentValues:
     """The merged weights of a fragment, followed by its velocities, as fp32 bytes of whole tensors."""
 
@@ -254,8 +271,8 @@ class End:
         return cls(*json.loads(data[1:]))
 
 
-Message = Hello | Start | Difference | Verdict | JoinReply | FragmentValues | Ready | End
-_KINDS = {each.kind: each for each in (Hello, Start, Difference, Verdict, JoinReply, FragmentValues, Ready, End)}
+Message = Hello | Start | Difference | Verdict | MergeRecord | JoinReply | FragmentValues | Ready | End
+_KINDS = {each.kind: each for each in (Hello, Start, Difference, Verdict, MergeRecord, JoinReply, FragmentValues, Ready, End)}
 
 
 def unpack(data: bytes) -> Message:

@@ -21,6 +21,7 @@ from megalith.train.sites.messages import (
     Hello,
     JoinReply,
     MergePoint,
+    MergeRecord,
     Message,
     Ready,
     Start,
@@ -101,14 +102,19 @@ class SiteMessenger:
         """If this site is the decider, return the sites that ask for the weights and are not among `members`, and forget their requests."""
         return self._joining.take(members) if self.decides else []
 
-    def send(self, sites: Sequence[int], message: JoinReply | FragmentValues) -> None:
-        """Send a reply or weights to the joining sites `sites`."""
+    def send(self, sites: Sequence[int], message: MergeRecord | JoinReply | FragmentValues) -> None:
+        """Send the record of merges, a reply or weights to the joining sites `sites`."""
         for site in sites:
             self._post(message, to=site)
 
     def fragment_values(self, fragment: int) -> FragmentValues:
         """Return the received weights of a fragment."""
         return self._joining.fragment_values(fragment)
+
+    @property
+    def merges(self) -> list[dict[str, Any]]:
+        """The events of all merges so far, as the decider sent them to this joining site."""
+        return self._joining.merges
 
     def send_ready(self) -> None:
         """Announce that this site has the weights of all merges so far, and can train."""
@@ -202,7 +208,7 @@ class SiteMessenger:
                 self._differences.note(site, message)
             case Verdict():
                 self._verdicts.note(message)
-            case JoinReply() if message.line == self.line and site == self.decider:
+            case MergeRecord() | JoinReply() if message.line == self.line and site == self.decider:
                 self._joining.note(message)
             case FragmentValues() if site == self.decider:
                 self._joining.note(message)

@@ -29,10 +29,9 @@ class RecordError(ValueError):
 
 
 def recorded(folders: Sequence[Path]) -> dict[int, Verdict]:
-    """Return the verdicts of all merges up to the newest checkpoint of a run, by the merges' numbers. `folders`: the run's folder, and
-    the folders of sites that were launched separately; they are needed because a site's log lacks the merges that others made while it
-    was away. Raises RecordError if the merges cannot be repeated or if there are none, and FileNotFoundError if the first folder has no
-    checkpoint."""
+    """Return the verdicts of all merges up to the newest checkpoint of a run, by the merges' numbers. `folders`: the run's folder or that
+    of one of its sites, and further sites' folders, which are needed only if its log lacks merges. Raises RecordError if the merges
+    cannot be repeated or if there are none, and FileNotFoundError if the first folder has no checkpoint."""
     logs = [place for folder in folders for place in _sites_in(folder) if place.is_dir()]
     events = [event for place in logs for event in read(place)]
     merges = list(of_kind(events, Merge))
@@ -77,26 +76,40 @@ def _text(spec: Mapping[str, Any], table: str) -> str:
 
 
 def _chained(merges: Sequence[Merge], count: int, mark: str, *, named: str) -> dict[int, Verdict]:
-    """Return the verdicts of the `count` consecutive merges whose digest is `mark`. Logs also contain undone merges, which are no part of
-    the run because it resumed from an earlier checkpoint."""
-    known = {(one.number, one.mark): one for one in merges}
-    found = dict[int, Verdict]()
+    """Return the verdicts of the `count` consecutive merges whose digest is `mark`."""
+    found = {verdict.number: verdict for _, verdict in chain(merges, count, mark)}
+    lost = count - 1 - len(found)
+    if lost >= 0:
+        known = any(one.number == lost for one in merges)
+        reason = f"does not follow any merge in the logs of {named}" if known else f"is in no log of {named}"
+        raise RecordError(f"merge {lost} {reason}. Also name the folders of the other sites")
+    return found
+
+
+def chain(merges: Iterable[Merge], count: int, mark: str) -> Iterator[tuple[Merge, Verdict]]:
+    """Yield the `count` consecutive merges whose digest is `mark`, newest first, each with its verdict, up to one that `merges` lack. Logs
+    also contain undone merges, which are no part of the run because it resumed from an earlier checkpoint."""
+    known = dict[int, dict[str, Merge]]()
+    for one in merges:
+        known.setdefault(one.number, {})[one.mark] = one
     for number in reversed(range(count)):
-        event = known.get((number, mark))
+        event = known.get(number, {}).get(mark)
         if event is None:
-            raise RecordError(f"merge {number} is in no log of {named}. Also name the folders of the other sites")
-        newest = dict(zip(event.merged, event.taken, strict=False))  # the last of each site
-        sets = [tuple(sites) for sites in (newest or event.merged, event.left, event.joined)]
-        steps = tuple(newest.values())
-        verdict = Verdict(number, event.fragment, event.sent, event.step, *sets, count=event.count, steps=steps)
-        before = [""] if number == 0 else [one for other, one in known if other == number - 1]
+            return
+        verdict = _verdict_of(event)
+        before = known.get(number - 1, {}) if number else [""]
         fitting = [one for one in before if verdict.mark(one) == mark]
         if not fitting:
-            raise RecordError(
-                f"merge {number} does not follow any merge in the logs of {named}. Also name the folders of the other sites"
-            )
-        found[number], mark = verdict, fitting[0]
-    return found
+            return
+        yield event, verdict
+        mark = fitting[0]
+
+
+def _verdict_of(event: Merge) -> Verdict:
+    newest = dict(zip(event.merged, event.taken, strict=False))  # the last of each site
+    sets = [tuple(sites) for sites in (newest or event.merged, event.left, event.joined)]
+    steps = tuple(newest.values())
+    return Verdict(event.number, event.fragment, event.sent, event.step, *sets, count=event.count, steps=steps)
 
 
 def merged_samples(spec: RunSpec, made: Iterable[Verdict]) -> Iterator[int]:

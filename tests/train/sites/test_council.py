@@ -30,6 +30,7 @@ from megalith.train.sites.messages import (
     FragmentValues,
     Hello,
     JoinReply,
+    MergeRecord,
     Ready,
     Start,
     Verdict,
@@ -293,10 +294,12 @@ def test_a_site_that_is_started_again_is_not_waited_for() -> None:
     councils[0].listen()
     assert councils[0].asking({0: 0, 1: 0}) == [2] and councils[0].asking({0: 0, 1: 0}) == [], "once"
     reply = JoinReply(councils[0].line, 4, 1, verdict.mark(""), (-1,), {"count": 3})
+    councils[0].send([2], MergeRecord(councils[0].line, [{"number": 0}]))
     councils[0].send([2], reply)
     assert again.join_reply(0.05) is None, "the weights are not there"
     councils[0].send([2], FragmentValues(0, torch.ones(3)))
     assert again.join_reply(5.0) == reply and again.fragment_values(0).values.tolist() == [1, 1, 1]
+    assert again.merges == [{"number": 0}]
     again.send_ready()
     for one in councils[:2]:
         one.post(_difference(8))

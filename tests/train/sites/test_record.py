@@ -9,12 +9,14 @@ import torch
 
 from megalith.checkpoint.checkpointer import Checkpointer
 from megalith.checkpoint.folder import FOLDER
-from megalith.events import Merge, RunStarted
+from megalith.events import EventLog, Merge, RunStarted, read_kind
 from megalith.fleet.secure.peers import PeerGone
 from megalith.spec.sites import SitesSpec
+from megalith.train.sites import messages
 from megalith.train.sites.differences import OutOfStepError
+from megalith.train.sites.handover import merges_made, merges_missed
 from megalith.train.sites.meeting import Beginning
-from megalith.train.sites.messages import Verdict
+from megalith.train.sites.messages import MergeRecord, Verdict
 from megalith.train.sites.record import RecordError, ReplayedCouncil, _chained, _refuse_changes, recorded
 from tests.specs import tiny_run
 from tests.train.sites.test_council import MEMBERS, Hub, Wire, _difference, _listen
@@ -62,6 +64,26 @@ def test_an_altered_event_is_found() -> None:
     altered = [replace(made[0], merged=[0, 1]), *made[1:]]
     with pytest.raises(RecordError, match="merge 0 does not follow"):
         _chained(altered, 3, made[2].mark, named="runs/one")
+
+
+def test_a_site_that_was_away_gets_the_merges_that_its_log_lacks(tmp_path: Path) -> None:
+    """Its own merge after the first was undone. The decider's newest merge is not in a log yet."""
+    made = _events(VERDICTS)
+    undone = _events([replace(VERDICTS[1], merged=(1,), left=(0, 2))], made[0].mark)
+    here, away = EventLog(tmp_path / "here"), EventLog(tmp_path / "away")
+    for event in made[:2]:
+        here.write(replace(event, bytes_sent=7, waited=1.5))
+    for event in (made[0], *undone):
+        away.write(event)
+    sent = messages.unpack(MergeRecord("ab", merges_made(tmp_path / "here", 3, made[2].mark, made[2:])).pack())
+    assert isinstance(sent, MergeRecord) and [one["number"] for one in sent.merges] == [0, 1, 2]
+    missed = merges_missed(tmp_path / "away", sent.merges)
+    assert [(one.number, one.mark, one.time) for one in missed] == [(one.number, one.mark, one.time) for one in made[1:]]
+    assert [(one.bytes_sent, one.waited) for one in missed] == [(0, 0.0)] * 2, "it did not send them, nor wait"
+    for event in missed:
+        away.write(event)
+    assert _chained(read_kind(tmp_path / "away", Merge), 3, made[2].mark, named="away") == dict(enumerate(VERDICTS))
+    assert merges_missed(tmp_path / "away", sent.merges) == []
 
 
 def test_sites_may_be_renamed_but_not_change_their_plans() -> None:
