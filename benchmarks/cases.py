@@ -23,6 +23,8 @@ from megalith.data.prepare import prepare
 from megalith.data.tokenizer import load as load_tokenizer
 from megalith.machine.describe import describe
 
+LONGEST_SECONDS = 12 * 3600.0
+"""Seconds after which a case that trains for long is given up: many times what it takes on an idle machine."""
 Row = dict[str, Any]
 Measure = Callable[[Any], Mapping[str, Any]]
 

@@ -216,7 +216,7 @@ def measured(spec: RunSpec, conditions: Conditions | None, step_seconds: float =
         addresses, there = stack.enter_context(_reached(conditions))
         train_ = partial(train, spec=spec, folder=folder, secret=key.new().text, addresses=addresses, step_seconds=step_seconds)
         family = there.network.family if there is not None and there.network is not None else ""
-        found: list[Ran] = run_ranks(partial(_in_its_network, family, train_), 2, timeout=3600.0)
+        found: list[Ran] = run_ranks(partial(_in_its_network, family, train_), 2, timeout=cases.LONGEST_SECONDS)
         return found, there.crossed[0 if there.network is not None else 1] if there is not None else 0
 
 

@@ -86,6 +86,9 @@ QUICKSTART = "quickstart"
 SIZES = {"0.1M": (64, 2), "1.5M": (128, 7), "6.5M": (256, 8), "7.5M": (320, 6), "25M": (512, 8), QUICKSTART: None}
 """Approximate number of parameters -> width and number of blocks; None: the model of recipes/quickstart.toml."""
 BATCH, LENGTH = 16, 64
+GRACE = 3600.0
+"""Seconds for which a merge waits for a site: on a busy machine the other site would be left out after the default, a few seconds, and
+the case would fail."""
 STUDY = (
     "data parallelism", "DiLoCo", "streaming", "streaming, 4 bits", "data parallelism, Muon", "Muon", "Muon, 2 bits",
     "fault: Muon, 2 bits, no feedback", "fault: DiLoCo, wrong sign",
@@ -253,7 +256,7 @@ def measured(data: str, device: str, at: At) -> dict[str, float]:
     count = spec.sites.count if spec.sites is not None else 1
     with tempfile.TemporaryDirectory() as folder:
         how = (CASES[name].fault, folder, key.new().text, torch.device(device))
-        found: Sequence[tuple[float, int, int]] = run_ranks(train, count, spec, *how, timeout=3600.0)
+        found: Sequence[tuple[float, int, int]] = run_ranks(train, count, spec, *how, timeout=cases.LONGEST_SECONDS)
     loss, sent, parameters = found[0]
     sites = count if spec.sites is not None else 2
     sent = sent if spec.sites is not None else 4 * parameters * spec.train.steps
@@ -265,7 +268,8 @@ def run_of(
 ) -> RunSpec:
     """Return the run of a case. `outer`: settings of the outer optimizer."""
     case = CASES[name]
-    sites = {} if case.sites is None else {"sites": {"count": 2, "inner_steps": inner_steps} | case.sites | dict(outer)}
+    given = {"count": 2, "inner_steps": inner_steps, "grace": GRACE} | (case.sites or {}) | dict(outer)
+    sites = {} if case.sites is None else {"sites": given}
     return RunSpec.model_validate(
         {
             "model": model_of(size),

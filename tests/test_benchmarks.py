@@ -233,8 +233,10 @@ def test_the_study_says_how_long_it_will_take() -> None:
 
 @pytest.mark.parametrize("size", sites.SIZES)
 def test_sizes_are_about_as_large_as_their_names_say(size: str) -> None:
-    exact = sites.parameters(link.run_of("none", size, 1, {"inner_steps": 1}))
-    assert exact == sites.parameters(sites.run_of("DiLoCo", "none", size, 1, 1, 0))
+    runs = link.run_of("none", size, 1, {"inner_steps": 1}), sites.run_of("DiLoCo", "none", size, 1, 1, 0)
+    exact, other = map(sites.parameters, runs)
+    assert exact == other
+    assert all(run.sites is not None and run.sites.grace and run.sites.grace >= 600 for run in runs), "no site is left out"
     named = 6.5 if size == sites.QUICKSTART else float(size.removesuffix("M"))
     assert abs(exact / 1e6 - named) < max(0.05, 0.05 * named)
 
