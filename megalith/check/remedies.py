@@ -50,6 +50,13 @@ def changes(spec: RunSpec) -> Iterator[list[Change]]:
         yield [NONE, Change({"sites.place": "host"}, 6)]
 
 
+def combinations(spec: RunSpec) -> Iterator[dict[str, Any]]:
+    """Yield the values of each combination of changes, the cheapest first."""
+    for some in sorted(product(*changes(spec)), key=lambda some: (sum(one.cost for one in some), len(some))):
+        if values := {key: value for one in some for key, value in one.values.items()}:
+            yield values
+
+
 def _activations(spec: RunSpec) -> Iterator[Change]:
     """Yield ways to keep fewer activations on the device: recomputation, 8 bits, or offloading."""
     plan = spec.plan
@@ -118,16 +125,15 @@ def cheapest(spec: RunSpec, fits: Callable[[RunSpec], bool], *, host: bool = Tru
 
     before = {(problem.key, problem.reason) for problem in check(spec, files=False, remedies=False)}
     refused = 0
-    for some in sorted(product(*changes(spec)), key=lambda some: (sum(one.cost for one in some), len(some))):
-        values = {key: value for one in some for key, value in one.values.items()}
-        if not values or (not host and "host" in values.values()):
+    for values in combinations(spec):
+        if not host and "host" in values.values():
             continue
         changed = changed_by(spec, values)
         if not fits(changed):
             continue
         caused = (one for one in check(changed, files=False, remedies=False) if (one.key, one.reason) not in before)
         if not any(_concerns(problem) for problem in caused):
-            return _sentence(values)
+            return f"The cheapest change that fits: {as_words(values)}. "
         refused += 1
         if refused == MAX_REFUSED:
             break
@@ -151,11 +157,16 @@ def changed_by(spec: RunSpec, values: dict[str, Any]) -> RunSpec:
     return found
 
 
-def _sentence(values: dict[str, Any]) -> str:
-    words = [f"{key} = {literal(value)}" for key, value in values.items()]
-    rounding = [word.partition(" ")[0] for word in words if word.startswith(ROUNDS)]
-    note = f" ({_listed(rounding)} round{'s' * (len(rounding) == 1)}, so results change)" if rounding else ""
-    return f"The cheapest change that fits: {_listed(words)}{note}. "
+def rounding(values: Mapping[str, Any]) -> list[str]:
+    """Return the keys of those values that round numbers, so that results change."""
+    return [key for key, value in values.items() if f"{key} = {literal(value)}".startswith(ROUNDS)]
+
+
+def as_words(values: Mapping[str, Any]) -> str:
+    """Return values of a run file as text, with a note on those that round."""
+    keys = rounding(values)
+    note = f" ({_listed(keys)} round{'s' * (len(keys) == 1)}, so results change)" if keys else ""
+    return _listed([f"{key} = {literal(value)}" for key, value in values.items()]) + note
 
 
 def _listed(words: Sequence[str]) -> str:

@@ -84,7 +84,11 @@ Offload = Annotated[
 ]
 SmallState = Annotated[
     bool,
-    typer.Option("--small-state", help="Keep the optimizer's moments in 8 bits, which rounds them: optimizer.moments = fp8."),
+    typer.Option(
+        "--small-state",
+        help="Keep the optimizer's moments in 8 bits (optimizer.moments = fp8) and, where that makes a step shorter, gradients in bf16 "
+        "and master weights in 24 bits. All of these round.",
+    ),
 ]
 Software = Annotated[
     str,

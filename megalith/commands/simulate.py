@@ -202,7 +202,7 @@ def _state_bytes(run: "RunSpec") -> float | None:
 
 def _step_seconds(run: Path, overrides: Sequence[str], cluster: str) -> float | None:
     """Return the predicted seconds of a step; None if the cluster cannot be predicted, or the plan leaves some devices idle."""
-    from megalith.planner import plan_result, request  # the planner takes long to import
+    from megalith.planner import find, request  # the planner takes long to import
     from megalith.spec.problem import SpecErrors
 
     try:
@@ -211,7 +211,7 @@ def _step_seconds(run: Path, overrides: Sequence[str], cluster: str) -> float | 
         return None
     if found.own is None:
         return None
-    return plan_result.scorer_of(found).estimate(plan_result.workload_of(found, found.own)).time.step
+    return find.scorer_of(found).estimate(find.workload_of(found, found.own)).time.step
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,8 @@ class Space:
     zero: tuple[Zero, ...] = (1, 2, 3)
     schedules: tuple[str, ...] = field(default_factory=searched)
     """Schedules that are tried in addition to 1F1B and interleaved 1F1B."""
+    sharded: bool = True
+    """Also layouts with several data or context ranks, which shard the state."""
     copies: bool = True
     """Under ZeRO 3, also try HSDP: two copies of the state, or one copy for each group of 1, 8 or 64 nodes."""
     exchanges: bool = True
@@ -158,7 +160,7 @@ def candidates(
     devices, space, blocks = cluster.count, space or Space(), len(model.blocks)
     for tensor, context, pipeline in splits(model, cluster, seq_len):
         data = devices // (tensor * context * pipeline)
-        if global_batch % data:
+        if global_batch % data or (data * context > 1 and not space.sharded):
             continue
         exchanges = _exchanges(model, cluster, tensor, context) if space.exchanges else [ContextExchange()]
         for (expert, parts_of_one), micro in product(_experts(model, data * context * tensor, tensor), space.microbatches):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megalith.check.case import Case
+from megalith.check.remedies import changed_by, combinations
 from megalith.check.rules import found_by
 from megalith.cost.narrow.pays import Layer, gained, losers, pays
 from megalith.planner.problems import problem
@@ -120,6 +121,23 @@ def precision_problems(run: RunSpec) -> list[Problem]:
     found = found_by(case, ("narrow", "wide", "packed", "moments"))  # all rules would also look for a way to make this plan fit
     keys = ("precision.", "optimizer.master", "train.gradients")
     return [one for one in found if one.severity == "error" and one.key.startswith(keys)]
+
+
+def state_of(run: RunSpec) -> dict[str, Any]:
+    """Return the values of a run that decide in which numbers its state is kept."""
+    return {
+        "optimizer.moments": run.optimizer.moments,
+        "optimizer.master": run.optimizer.master,
+        "train.gradients": run.train.gradients,
+    }
+
+
+def forms_of_state(run: RunSpec) -> list[dict[str, Any]]:
+    """Return the values of each other form of master weights and gradients that needs less memory and that `check` accepts, the one that
+    changes least first."""
+    found = combinations(run.model_copy(update={"plan": Plan()}))
+    less = (values for values in found if {*values} <= {"optimizer.master", "train.gradients"} and "fp32" not in values.values())
+    return [values for values in less if not precision_problems(changed_by(run, values))]
 
 
 @dataclass(frozen=True)

@@ -1,34 +1,29 @@
 """The best plans for a request: the data behind tables, JSON and run files. Imports torch only to trace parts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib.metadata import version
 from typing import Any
 
-from megalith.check.software import COMPILES
 from megalith.cost.constants import calibration
-from megalith.cost.estimate import Estimate
 from megalith.cost.memory import Memory
-from megalith.cost.segments import decided
 from megalith.cost.software import SOFTWARE
-from megalith.cost.workload import Workload
-from megalith.planner.candidates import Space, candidates
+from megalith.planner.candidates import candidates
 from megalith.planner.confidence import Confidence, confidence_of
 from megalith.planner.described import roomy
 from megalith.planner.explain import Neighbour, explain
-from megalith.planner.formats import Gains, follows_others, is_rehearsed
-from megalith.planner.linked import LinkChoice, linked, outer, whole_batch
+from megalith.planner.find import choice_of, find, find_form, scorer_of, space_of, workload_of
+from megalith.planner.formats import Gains, is_rehearsed, state_of
+from megalith.planner.linked import LinkChoice, linked, whole_batch
 from megalith.planner.measured import Own
-from megalith.planner.phases import InPhase, fits_all, in_phases, whole_training
-from megalith.planner.problems import REMEDIES, unpublished
+from megalith.planner.phases import InPhase, in_phases, whole_training
+from megalith.planner.problems import REMEDIES, remedies_for, unpublished
 from megalith.planner.request import ResolvedRequest
-from megalith.planner.search import Candidate, Scorer, SearchResult, assumed, search
+from megalith.planner.search import Candidate, Scorer, SearchResult
 from megalith.planner.site_plans import SitesResult, plan_sites, single_site
 from megalith.planner.training import Training
 from megalith.schedule.table import kind
 from megalith.spec.cluster import ClusterSpec
-from megalith.spec.numbers import BF16
 from megalith.spec.plan import Plan
 from megalith.spec.problem import Problem, SpecErrors
 
@@ -144,29 +139,30 @@ def best_plans(
     nothing fits."""
     request = replace(request, factor=confidence_of(request, measured).factor)
 
-    def must(other: ResolvedRequest) -> SearchResult:
-        some = find(other, top=top, tick=tick)
+    def must(other: ResolvedRequest) -> tuple[ResolvedRequest, SearchResult]:
+        other, some = find_form(other, top=top, tick=tick)
         if some.best is None:
             raise SpecErrors(_nothing(other, some, scorer_of(other)))
-        return some
+        return other, some
 
     def whole() -> float | None:
         others, batch = (request,) if each is None else each.asks, whole_batch(request).train.global_batch
         bests = (find(single_site(one, batch), top=1, tick=tick).best for one in others)
         return min((one.estimate.time.step for one in bests if one is not None), default=None)
 
-    if (each := plan_sites(request, must)) is None:
-        found = must(request)
+    asked = request
+    if (each := plan_sites(request, lambda one: must(one)[1])) is None:
+        request, found = must(request)
         while (wider := request.widened(found.choices[0].plan)) is not None:
-            request, found = wider, must(wider)
+            request, found = must(wider)
     else:
         number = (request.sites and request.sites.site) or 0
         request, found = replace(each.asks[number], sites=each.sites), each.found[number]
     scorer, step = scorer_of(request), found.choices[0].estimate.time.step
     tokens = request.tokens
     trainings = () if tokens is None else tuple(whole_training(one, request, scorer) for one in found.choices)
-    own = request.own
-    mine = None if own is None or not request.is_valid(own) else choice_of(request, own, scorer)
+    file, own = request.with_values(state_of(asked.run)), request.own
+    mine = None if own is None or not file.is_valid(own) else choice_of(file, own, scorer)
     near = explain(workload_of(request, found.choices[0].plan), scorer) if why and not request.forward_only else ()
     return PlanResult(
         request, found, trainings, mine, tuple(one for one in near if request.is_valid(one.plan)),
@@ -175,70 +171,6 @@ def best_plans(
         in_phases(request, found.choices[0].plan, scorer), tuple(measured),
         linked(request, step if each is None else max(each.steps), whole), each, request.gains(found.choices[0].plan),
     )  # fmt: skip
-
-
-def find(request: ResolvedRequest, *, top: int, tick: Callable[[int, int], None] = lambda done, total: None) -> SearchResult:
-    """Return the result of the requested search."""
-    train, scorer = request.run.train, scorer_of(request)
-
-    known: dict[Plan, Memory] = {}  # of a plan that does not fit, any rank's
-
-    def held(plan: Plan) -> Memory:
-        if plan not in known:
-            known[plan] = scorer.held(workload_of(request, plan), briefly=True)
-        return known[plan]
-
-    def valid(plan: Plan) -> bool:
-        return request.is_valid(plan) and scorer.fits(workload_of(request, plan), held(plan)) and fits_all(request, plan, scorer)
-
-    format, narrow = request.computes
-    found = search(
-        request.model, request.cluster, seq_len=train.seq_len, global_batch=train.global_batch, format=format, narrow=narrow,
-        optimizer=request.run.optimizer.kind, moments=request.run.optimizer.small, master=request.run.optimizer.master,
-        gradients=train.gradients, outer=outer(request.sites), software=request.software,
-        top=top, valid=valid, scorer=scorer, space=space_of(request), tick=tick, differ=skeleton,
-    )  # fmt: skip
-
-    def weighed(choice: Candidate) -> Candidate:
-        return _held(request, choice.plan, scorer, choice.estimate, held(choice.plan))
-
-    runnable = None if found.runnable is None else weighed(found.runnable)
-    choices, thrifty = tuple(map(weighed, found.choices)), tuple(map(weighed, found.pareto))
-    return replace(found, choices=choices, pareto=thrifty, runnable=runnable)
-
-
-def choice_of(request: ResolvedRequest, plan: Plan, scorer: Scorer) -> Candidate:
-    """Return a plan with its prediction. `Scorer.held` counts the memory."""
-    workload = workload_of(request, plan)
-    return _held(request, plan, scorer, scorer.estimate(workload), scorer.held(workload))
-
-
-def _held(request: ResolvedRequest, plan: Plan, scorer: Scorer, estimate: Estimate, memory: Memory) -> Candidate:
-    return Candidate(plan, replace(estimate, memory=memory, fits=scorer.fits(workload_of(request, plan), memory)))
-
-
-def skeleton(plan: Plan) -> tuple[Any, ...]:
-    """Return the choices by which a search tells layouts apart: sizes of the tensor, context, pipeline and expert axes, parts of an expert,
-    ZeRO 3 or not, and recomputation (segments count as full)."""
-    split = plan.tensor, plan.context, plan.pipeline, plan.expert, plan.expert_tensor
-    whole = plan.recompute.startswith(("full", *Space().again))
-    return *split, plan.zero == 3, "full" if whole else plan.recompute
-
-
-def space_of(request: ResolvedRequest) -> Space:
-    """Return the search space."""
-    if request.forward_only:
-        return Space.of_prefill()
-    shares = Space().offload if request.offload else ()
-    installed = tuple(map(int, version("torch").split(".")[:2]))  # read from disk
-    again = Space().again if request.ours else ()
-    split = installed >= COMPILES and not (request.ours and follows_others(request.run))
-    return Space(again=again, offload=shares, compile=request.compiles, compile_split=split)
-
-
-def scorer_of(request: ResolvedRequest) -> Scorer:
-    """Return the scorer for the plans of a request."""
-    return Scorer(calibration(), forward_only=request.forward_only, factor=request.factor)
 
 
 @dataclass(frozen=True)
@@ -307,31 +239,10 @@ class WhatIf:
 
 
 def _what_if(words: str, request: ResolvedRequest) -> WhatIf:
-    best = find(request, top=1).best
+    request, found = find_form(request, top=1)
+    best = found.best
     known = best is not None and request.tokens is not None
     return WhatIf(words, best, whole_training(best, request, scorer_of(request)) if known and best else None)
-
-
-def workload_of(request: ResolvedRequest, plan: Plan) -> Workload:
-    """Return the workload of a step of the request's training under a plan."""
-    train, optimizer, (format, narrow) = request.run.train, request.run.optimizer, request.computes
-    return decided(
-        Workload(
-            request.model,
-            plan,
-            request.cluster,
-            train.seq_len,
-            train.global_batch,
-            format,
-            assumed(plan, request.software),
-            optimizer.kind,
-            optimizer.small,
-            optimizer.master,
-            train.gradients,
-            narrow=narrow,
-            outer=outer(request.sites),
-        )
-    )
 
 
 def assumption(software: str, *, compiled: bool = False) -> str:
@@ -379,7 +290,7 @@ def _nothing(request: ResolvedRequest, found: SearchResult, scorer: Scorer) -> l
     """Return the reasons why there is no plan."""
     name = request.run.cluster
     if found.closest is None:  # there is no layout, or those that fit were all denied
-        first = next(_plans(request, request.cluster), None)
+        first = next(_plans(request), None)
         reason = "no plan that fits passes megalith check" if first else "no layout divides the model and the batch"
         denied = request.problems(first) if first else []
         return denied or [_problem(name, reason, "Use more devices, or another global batch.")]
@@ -403,13 +314,16 @@ def _ways_out(request: ResolvedRequest, memory: Memory, largest: str, scorer: Sc
     """Return changes with which a plan would fit: cheap ones on the same devices, more devices, larger ones, or a smaller task."""
     activations = largest in ("activations", "working")
     remedy = cheapest_remedy(request, activations=activations) if request.ours and not request.forward_only else ""
-    ways = [f"{remedy} would fit on these devices"] if remedy else []
+    ways = [f"The cheapest change that fits on these devices: {remedy}"] if remedy else []
     cluster, batch = request.cluster, request.run.train.global_batch
     for times in (2, 4, 8, 16, 32, 64):
         larger = cluster.resized(cluster.count * times)
         if larger is None or unpublished(cluster.accelerator.name, larger):
             break
-        if any(_fits(request, larger, plan, scorer) for plan in _plans(request, larger)):
+        there = replace(
+            request, cluster=larger, run=request.run.model_copy(update={"cluster": "local"})
+        )  # else `check` counts its devices
+        if any(_fits(there, plan, scorer) for plan in _plans(there)) and find_form(there, top=1)[1].best is not None:
             ways.append(f"{larger.count:,} {cluster.accelerator.name} would be enough for {batch:,} sequences a step")
             break
     need = memory.total * (1 + headroom())
@@ -420,28 +334,30 @@ def _ways_out(request: ResolvedRequest, memory: Memory, largest: str, scorer: Sc
     else:
         ways.append("a smaller model would be enough")
     text = "; ".join(ways)
-    return f"{text if remedy else text[0].upper() + text[1:]}."
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def cheapest_remedy(request: ResolvedRequest, *, activations: bool = False) -> str:
-    """Return the change with the lowest cost in time with which a valid plan fits; empty if none helps. `activations`: also
-    try to keep activations in fewer bits."""
-    run = request.run
-    wide = run.train.precision == BF16.name and run.precision.kept == "wide"
-    can = {"small": run.optimizer.moments != "fp8", "kept": activations and wide, "offload": not request.offload}
-    for some in (("small",), ("kept",), ("small", "kept"), ("offload",), ("small", "offload"), ("kept", "offload"), (*can,)):
-        if all(can[change] for change in some) and find(request.changed(**dict.fromkeys(some, True)), top=1).best is not None:
-            return " with ".join(REMEDIES[change] for change in some)
+    """Return, as text, the first of `remedies_for` a run with which a valid plan fits, found by searching; empty if none helps.
+    `activations`: also try to keep activations in fewer bits."""
+    can = {"small": not request.small, "kept": activations, "offload": not request.offload}
+    for some in remedies_for(request.run):
+        if not all(can[name] for name in some):
+            continue
+        if find_form(request.changed(**dict.fromkeys(some, True)), top=1)[1].best is not None:
+            return " with ".join(REMEDIES[name].words for name in some)
     return ""
 
 
-def _plans(request: ResolvedRequest, cluster: ClusterSpec) -> Any:
+def _plans(request: ResolvedRequest) -> Iterator[Plan]:
     train = request.run.train
-    return candidates(request.model, cluster, seq_len=train.seq_len, global_batch=train.global_batch, space=space_of(request))
+    return candidates(
+        request.model, request.cluster, seq_len=train.seq_len, global_batch=train.global_batch, space=space_of(request)
+    )
 
 
-def _fits(request: ResolvedRequest, cluster: ClusterSpec, plan: Plan, scorer: Scorer) -> bool:
-    workload = replace(workload_of(request, plan), cluster=cluster)
+def _fits(request: ResolvedRequest, plan: Plan, scorer: Scorer) -> bool:
+    workload = workload_of(request, plan)
     return scorer.fits(workload, scorer.memory(workload))
 
 

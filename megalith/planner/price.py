@@ -7,7 +7,8 @@ from typing import Any
 from megalith.check import check
 from megalith.cost.constants import calibration
 from megalith.planner.candidates import even_layers
-from megalith.planner.plan_result import PlanResult, short, workload_of
+from megalith.planner.find import workload_of
+from megalith.planner.plan_result import PlanResult, short
 from megalith.planner.request import ResolvedRequest
 from megalith.planner.search import Scorer
 from megalith.schedule.table import kind

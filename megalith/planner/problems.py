@@ -1,9 +1,10 @@
 """Problems of requests for a plan: plans that `megalith check` refuses, and unpublished figures of a cluster. No torch."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from megalith.check import check
 from megalith.check.case import next_multiple
+from megalith.check.remedies import combinations, rounding
 from megalith.spec.cluster import OWN, ClusterSpec
 from megalith.spec.phases import DATA as DATA_PHASES
 from megalith.spec.phases import RAMP, Phases
@@ -83,9 +84,37 @@ def unpublished(name: str, cluster: ClusterSpec) -> list[Problem]:
     return [problem("--cluster", name, f"nobody published {missing} of {device.name}", way_out)] if missing else []
 
 
+class Remedy(NamedTuple):
+    """A way to ask for a layout that needs less memory."""
+
+    words: str
+    keys: tuple[str, ...]
+    """Beginnings of the keys of those changes of `check.remedies` that a search makes if this is asked for."""
+    values: dict[str, Any]
+    """Values of the run."""
+
+
 REMEDIES = {
-    "small": "--small-state, which rounds moments,",
-    "kept": 'precision.kept = "fp8" with plan.compile = false in a run file, which rounds tensors kept for backward,',
-    "offload": "--offload",
-}
-"""Changes of a request that save memory, each as text for a message."""
+    "small": Remedy(
+        "--small-state (moments, and gradients and master weights where that helps, are rounded, so results change)",
+        ("optimizer.", "train.gradients"), {"optimizer.moments": "fp8"},
+    ),
+    "kept": Remedy(
+        'precision.kept = "fp8" with plan.compile = false in a run file (tensors kept for backward are rounded, so results change)',
+        ("precision.kept",), {"precision.kept": "fp8", "plan.compile": False},  # compiled code decides itself what is kept
+    ),
+    "offload": Remedy("--offload", ("plan.state.", "plan.retain."), {}),
+}  # fmt: skip
+"""Name of an argument of `ResolvedRequest.changed` -> the remedy."""
+
+
+def remedies_for(run: RunSpec) -> list[tuple[str, ...]]:
+    """Return combinations of names from REMEDIES, in the order in which `check.remedies` prefers what they ask for. A search makes all
+    other changes without being asked, except `compress`, which saves less than the recomputation that a search tries."""
+    found = dict[tuple[str, ...], None]()
+    for values in combinations(run.model_copy(update={"plan": Plan()})):
+        if "plan.retain.parts" in values:
+            continue
+        keys = [*rounding(values), *(key for key in values if key.startswith(REMEDIES["offload"].keys))]
+        found[tuple(name for name, one in REMEDIES.items() if any(key.startswith(one.keys) for key in keys))] = None
+    return [names for names in found if names]

@@ -8,12 +8,13 @@ from typing import Any
 
 from megalith.check import check
 from megalith.check.own import load_admitted
+from megalith.check.remedies import changed_by, rounding
 from megalith.cost.software import OURS, SOFTWARE
 from megalith.cost.workload import Narrow, computed
 from megalith.planner import formats
 from megalith.planner.candidates import splits
 from megalith.planner.described import described, of_cluster
-from megalith.planner.problems import across_sites, plan_problems, problem
+from megalith.planner.problems import REMEDIES, across_sites, plan_problems, problem
 from megalith.spec import cluster as clusters
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.files import ResolvedRun
@@ -63,7 +64,7 @@ class PlanRequest:
     offload: bool = False
     """Also search layouts with some of the optimizer's state or of the activations in host memory or on disk."""
     small: bool = False
-    """Keep moments in 8 bits, which rounds them."""
+    """Keep moments in 8 bits, and also try other forms of the state that round."""
     software: str = OURS
     """The software whose steps are predicted: a name in `cost.software`."""
     overrides: tuple[str, ...] = ()
@@ -86,6 +87,7 @@ class ResolvedRequest:
     resolved: ResolvedRun | None
     forward_only: bool = False
     offload: bool = False
+    small: bool = False
     software: str = OURS
     factor: float = 1.0
     """Factor by which predicted times are multiplied because of the user's measurements."""
@@ -124,13 +126,23 @@ class ResolvedRequest:
         return self.run.plan if self.resolved is not None and self.run.plan.ranks == self.cluster.count else None
 
     def changed(self, *, small: bool = False, offload: bool = False, kept: bool = False) -> "ResolvedRequest":
-        """Return the request with 8-bit moments (`small`), with inputs of products kept in 8 bits (`kept`), and with state or
-        activations in host memory or on disk (`offload`)."""
-        found = replace(self, offload=self.offload or offload)
-        for asked, change in ((small, _small), (kept, _kept)):
-            if asked:
-                found = replace(found, run=change(found.run), whole=found.whole and change(found.whole))
-        return found
+        """Return the request with 8-bit moments, and other forms of the state that round (`small`), with inputs of products kept in 8 bits
+        (`kept`), and with state or activations in host memory or on disk (`offload`)."""
+        values = (REMEDIES["small"].values if small else {}) | (REMEDIES["kept"].values if kept else {})
+        return replace(self.with_values(values), offload=self.offload or offload, small=self.small or small)
+
+    def with_values(self, values: dict[str, Any]) -> "ResolvedRequest":
+        """Return the request with other values of its run."""
+        return replace(self, run=changed_by(self.run, values), whole=self.whole and changed_by(self.whole, values))
+
+    def forms(self) -> "list[tuple[dict[str, Any], ResolvedRequest]]":
+        """Return each other form of master weights and gradients that the request allows, as values and as the changed request, the one
+        that changes least first. Values that round need `small`. Values of the run file, and those of sites, stay."""
+        if not self.ours or self.forward_only or self.sites is not None:
+            return []
+        given = self.resolved.provenance if self.resolved is not None else {}
+        free = (each for each in formats.forms_of_state(self.run) if all(given.get(key, "default") == "default" for key in each))
+        return [(values, self.with_values(values)) for values in free if self.small or not rounding(values)]
 
     def gains(self, plan: Plan) -> formats.Gains | None:
         """Return the time that 8-bit products save in each layer under a plan; None if the trainer does not use 8-bit
@@ -229,21 +241,10 @@ def resolve(plan_request: PlanRequest) -> ResolvedRequest:
         whole = whole.model_copy(update={"model": model, "cluster": cluster_name, "train": train, "precision": run.precision})
         notes = (*notes, f"searched for the phase with the most tokens; the plan fits in all {len(phases.all)} phases")
     found = ResolvedRequest(
-        run, built, cluster, format_, tokens, notes, resolved, plan_request.forward_only, plan_request.offload, plan_request.software,
-        whole=whole, sites=sites, chosen=chosen,
+        run, built, cluster, format_, tokens, notes, resolved, plan_request.forward_only, plan_request.offload,
+        software=plan_request.software, whole=whole, sites=sites, chosen=chosen,
     )  # fmt: skip
     return found.changed(small=True) if plan_request.small else found
-
-
-def _small(run: RunSpec) -> RunSpec:
-    return run.model_copy(update={"optimizer": run.optimizer.model_copy(update={"moments": "fp8"})})
-
-
-def _kept(run: RunSpec) -> RunSpec:
-    """The run with inputs of products and of activations kept in 8 bits, and without compilation, because compiled code decides itself
-    what is kept."""
-    precision, plan = run.precision.model_copy(update={"kept": "fp8"}), run.plan.model_copy(update={"compile": False})
-    return run.model_copy(update={"precision": precision, "plan": plan})
 
 
 def _tokens_of(span: tuple[Phase, int]) -> int:

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megalith.planner.plan_result import find, short
+from megalith.planner.find import find
+from megalith.planner.plan_result import short
 from megalith.planner.request import PlanRequest, ResolvedRequest, resolve
 from megalith.planner.search import Candidate
 from megalith.planner.walk import walk

@@ -9,8 +9,9 @@ from megalith.cost.estimate import Estimate
 from megalith.cost.memory import Memory
 from megalith.cost.workload import Workload
 from megalith.planner.candidates import MICROBATCHES, candidates, offloaded
+from megalith.planner.find import choice_of, scorer_of, space_of, workload_of
 from megalith.planner.measured import Own
-from megalith.planner.plan_result import PlanResult, best_plans, choice_of, headroom, scorer_of, short, space_of, workload_of
+from megalith.planner.plan_result import PlanResult, best_plans, headroom, short
 from megalith.planner.request import ResolvedRequest
 from megalith.planner.search import Candidate, Scorer
 from megalith.spec.numbers import PRECISIONS

@@ -14,12 +14,15 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from megalith.check.remedies import NONE, Change, changes
 from megalith.cli import app
 from megalith.commands.shared.arguments import RunRequest
 from megalith.commands.shared.runs import check
 from megalith.planner.candidates import offloaded
 from megalith.planner.described import roomy
-from megalith.planner.plan_result import PlanResult, best_plans, cheapest_remedy, choice_of, frontier, scorer_of, short, skeleton
+from megalith.planner.find import choice_of, find, scorer_of, skeleton
+from megalith.planner.formats import state_of
+from megalith.planner.plan_result import PlanResult, best_plans, cheapest_remedy, frontier, headroom, short
 from megalith.planner.request import PlanRequest, ResolvedRequest, resolve
 from megalith.planner.run_file import as_run
 from megalith.planner.search import Candidate, SearchResult
@@ -262,7 +265,8 @@ def test_where_nothing_fits_the_category_and_ways_out_are_named():
         best_plans(resolve(PlanRequest(model="llama3-8b", cluster="h100:1", seq_len=8192, global_batch=16, offload=False)))
     (problem,) = caught.value.problems
     assert "most of it optimizer" in problem.reason
-    assert problem.way_out.startswith("--offload would fit on these devices; 2 h100 would be enough")
+    assert problem.way_out.startswith("The cheapest change that fits on these devices: --small-state (moments, ")
+    assert "; 2 h100 would be enough" in problem.way_out
     assert "b200" in problem.way_out
 
 
@@ -302,14 +306,14 @@ train = {{ steps = 100, global_batch = 4, seq_len = {seq_len}, precision = "bf16
 @pytest.mark.parametrize(
     ("layers", "seq_len", "remedy"),
     [
-        (64, 24576, "--small-state, which rounds moments,"),
+        (64, 24576, "--small-state"),
         (2000, 8192, ""),
     ],
 )
 def test_the_cheapest_change_is_named_first(layers: int, seq_len: int, remedy: str, tmp_path: Path):
     (tmp_path / "deep.toml").write_text(DEEP.format(layers=layers, seq_len=seq_len))
     asked = resolve(PlanRequest(path=tmp_path / "deep.toml"))
-    assert cheapest_remedy(asked) == remedy
+    assert cheapest_remedy(asked).partition(" (")[0] == remedy
     if remedy:
         few = best_plans(resolve(PlanRequest(path=tmp_path / "deep.toml", small=True)), top=1)
         assert few.found.best is not None and few.found.best.estimate.fits
@@ -318,22 +322,60 @@ def test_the_cheapest_change_is_named_first(layers: int, seq_len: int, remedy: s
         assert checked.resolved.spec.optimizer.moments == "fp8" and {problem.key for problem in checked.errors} <= {"data.path"}
 
 
+def tighter(request: ResolvedRequest, memory: float) -> ResolvedRequest:
+    """Return the request on devices with less memory."""
+    device = request.cluster.accelerator.model_copy(update={"memory": int(memory)})
+    return replace(request, cluster=request.cluster.model_copy(update={"accelerator": device}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("small", [False, True])
+def test_where_memory_is_short_other_forms_of_the_state_are_searched_and_written(small: bool, tmp_path: Path):
+    """The device holds the smallest plan with the form that needs the least memory, but not with the defaults. Only with --small-state
+    do forms that round count, and what the run file gives stays."""
+    text = DEEP.format(layers=4, seq_len=512)
+    (tmp_path / "run.toml").write_text(text)
+    (tmp_path / "given.toml").write_text(text + 'optimizer = { master = "fp32" }\n')
+    asked, given = (resolve(PlanRequest(path=tmp_path / f"{name}.toml", small=small)) for name in ("run", "given"))
+    forms = [values for values, _ in asked.forms()]
+    assert forms[0] == {"optimizer.master": "split16"} and len(forms) == (5 if small else 1)
+    assert [values for values, _ in given.forms()] == ([{"train.gradients": "bf16"}] if small else [])
+    none = (find(tighter(one, 1), top=1).closest for one in (asked, asked.forms()[-1][1]))
+    wide, least = (one.estimate.memory.total * (1 + headroom()) for one in none if one is not None)
+    with pytest.raises(SpecErrors):
+        best_plans(tighter(given, wide - 1) if not small else tighter(asked, least - 1), top=1)
+    found = best_plans(tighter(asked, (wide + least) / 2), top=2)
+    assert found.found.best is not None and found.found.best.estimate.fits and "else nothing fits" in found.request.notes[-1]
+    (tmp_path / "plan.toml").write_text(as_run(found))
+    checked = check(RunRequest(tmp_path / "plan.toml"))
+    assert {problem.key for problem in checked.errors} <= {"data.path"}
+    written, (chosen, _) = checked.resolved.spec, asked.forms()[0 if not small else -1]
+    assert small or state_of(written) == state_of(asked.run) | chosen
+    assert not small or (written.optimizer.moments == "fp8" and written.train.gradients == "bf16")
+    assert best_plans(asked, top=1).request.run == asked.run, "where all plans fit, the defaults stay"
+
+
 def test_changes_are_tried_from_the_cheapest_and_what_rounds_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Inputs in 8 bits cost time on the device, and offloading that of a link. Compiled blocks cannot keep them so."""
     (tmp_path / "deep.toml").write_text(DEEP.format(layers=2, seq_len=512))
     asked, tried = resolve(PlanRequest(path=tmp_path / "deep.toml")), list[tuple[str, str, bool]]()
     enough: tuple[str, str, bool] | None = None
 
-    def find(request: ResolvedRequest, *, top: int) -> SearchResult:
+    def find(request: ResolvedRequest, *, top: int) -> tuple[ResolvedRequest, SearchResult]:
         tried.append((request.run.optimizer.moments, request.run.precision.kept, request.offload))
         best = Candidate(Plan(), None) if tried[-1] == enough else None  # pyright: ignore[reportArgumentType]
-        return SearchResult((best,) if best else (), (), 1, 0, None)
+        return request, SearchResult((best,) if best else (), (), 1, 0, None)
 
-    monkeypatch.setattr("megalith.planner.plan_result.find", find)
+    monkeypatch.setattr("megalith.planner.plan_result.find_form", find)
     assert cheapest_remedy(asked, activations=True) == ""
     assert tried == sorted(set(tried), key=tried.index) and len(tried) == 7
     assert tried[:3] == [("fp8", "wide", False), ("fp32", "fp8", False), ("fp8", "fp8", False)]
     assert all(offload for *_, offload in tried[3:])
+    tried.clear()
+    monkeypatch.setattr(
+        "megalith.check.remedies.changes", lambda spec: [[NONE, Change({"plan.state.optimizer": "host"}, 1)], *changes(spec)]
+    )
+    assert cheapest_remedy(asked) == "" and tried[0] == ("fp32", "wide", True), "the order is that of the list that check reads"
     enough = ("fp32", "fp8", False)
     assert cheapest_remedy(asked) == "" != cheapest_remedy(asked, activations=True)
     assert cheapest_remedy(asked, activations=True).startswith('precision.kept = "fp8" with plan.compile = false')
