@@ -167,8 +167,9 @@ def campaign(
     own_disk = spec.checkpoint.every > 0 and runner.may_mount()
     own_data = runner.may_copy(Path(spec.data.path))
     left_out, kinds = runner.possible(
-        spec.fleet, own_disk=own_disk, own_data=own_data, no_network=networks.missing(), agents=faultload.agent_kills > 0
-    )
+        spec.fleet, own_disk=own_disk, own_data=own_data, no_network=networks.missing(), agents=faultload.agent_kills > 0,
+        elsewhere=runner.ruled_out(spec),
+    )  # fmt: skip
     if faultload.kinds:
         admit(faultload.kinds, kinds, left_out)
         kinds = [kind for kind in kinds if kind in faultload.kinds]

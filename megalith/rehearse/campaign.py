@@ -25,7 +25,9 @@ from megalith.rehearse import faults
 from megalith.rehearse.faults import KINDS
 from megalith.rehearse.supervised_agents import SupervisedAgents
 from megalith.spec.fleet import FleetSpec
-from megalith.spec.run import DataSpec
+from megalith.spec.numbers import PRECISIONS
+from megalith.spec.run import DataSpec, RunSpec
+from megalith.spec.state import MASTER
 
 POLL_SECONDS = 0.1
 REPAIR_SECONDS = 3.0  # until a lost node is back
@@ -38,16 +40,24 @@ WRITTEN = 2  # steps within which a checkpoint that was due is on the disk
 
 
 def possible(
-    fleet: FleetSpec, *, own_disk: bool, own_data: bool, no_network: str | None, agents: bool = False
+    fleet: FleetSpec,
+    *,
+    own_disk: bool,
+    own_data: bool,
+    no_network: str | None,
+    agents: bool = False,
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[dict[str, str], list[str]]:
     """Return the kinds of fault that are left out, each with the reason, and the kinds that a run with these fleet settings can
     survive. `own_disk`: the run's checkpoints have a file system of their own (`small_disk`); `own_data`: its data is a copy
     (`data_of`); `no_network`: why nodes cannot have their own networks (`networks.missing`); `agents`: each node has an agent
-    (`rehearse.supervised_agents`)."""
+    (`rehearse.supervised_agents`); `elsewhere`: the kinds that the place of the state rules out (`ruled_out`)."""
     out: dict[str, str] = {}
     for name, kind in KINDS.items():
         missing = [need for need in kind.needs if not getattr(fleet, need)]
-        if missing:
+        if name in elsewhere:
+            out[name] = elsewhere[name]
+        elif missing:
             out[name] = f"fleet.{missing[0]} is off"
         elif name in ("node", "interface") and fleet.nodes == 1:
             out[name] = "fleet.nodes = 1"
@@ -72,6 +82,23 @@ def possible(
     return out, [name for name in KINDS if name not in out and name != "supervisor"]
 
 
+def ruled_out(spec: RunSpec) -> dict[str, str]:
+    """Return the kinds of fault of state that a run cannot have where it keeps its state, each with the reason. A bit is flipped only in
+    an fp32 tensor in memory, and a chunk is altered only in a file."""
+    state, narrow = spec.plan.state, PRECISIONS[spec.train.precision].compute.name != MASTER.number
+    out = dict[str, str]()
+    if narrow and spec.optimizer.master != MASTER.number:
+        out["weight"] = f'optimizer.master = "{spec.optimizer.master}" keeps no fp32 weights in memory'
+    if state.optimizer != "disk":
+        return out | dict.fromkeys(faults.ON_DISK, f'plan.state.optimizer = "{state.optimizer}": no state is on disk')
+    out["copy"] = "state on disk has no copies in memory"
+    if state.away == 1:
+        out["moment"] = "all moments are on disk"
+    if state.away == 1 and narrow:
+        out["weight"] = "all fp32 weights are on disk"
+    return out
+
+
 def only_at(fleet: FleetSpec, *, checkpoint_every: int) -> dict[str, int]:
     """Return the kinds of fault that are injected only at multiples of a number of steps, with this number."""
     return {"once": fleet.verify_every, "full": checkpoint_every}
@@ -79,8 +106,8 @@ def only_at(fleet: FleetSpec, *, checkpoint_every: int) -> dict[str, int]:
 
 def not_before(*, checkpoint_every: int) -> dict[str, int]:
     """Return the earliest step at which a fault may damage a checkpoint. Before the returned step, the run has only one checkpoint, and
-    damage to that checkpoint would lose the run."""
-    return dict.fromkeys(("checkpoint", "altered"), 2 * checkpoint_every + WRITTEN)
+    damage to that checkpoint would lose the run. A file with state may be a checkpoint's too."""
+    return dict.fromkeys(("checkpoint", "altered", "torn-chunk", "altered-chunk"), 2 * checkpoint_every + WRITTEN)
 
 
 def aimed(fleet: FleetSpec, *, checkpoint_every: int, kinds: Collection[str]) -> dict[str, str]:

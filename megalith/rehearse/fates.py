@@ -37,11 +37,15 @@ EXPECTED: dict[str, tuple[str, ...]] = {
     "copy": ("rank_failed",),
     "full": ("save_failed",),
     "shard": ("data_damaged",),
+    "torn-chunk": ("rank_failed",),
+    "altered-chunk": ("rank_failed",),
+    "state-disk-full": ("rank_failed",),
+    "slow-disk": (),
     "interface": ("rank_failed",),
     "agent": ("nodes_lost",),
     "supervisor": (),
 }
-"""The observations as which each kind of fault should be reported."""
+"""The observations as which each kind of fault should be reported; none if it needs no report."""
 
 _OfRank = (
     observations.RankFailed
@@ -117,8 +121,8 @@ def fates_of(
 ) -> list[Fate]:
     """Match each fault with the first later incident of an expected kind, if at most two other incidents come before it.
     A fault without an incident of an expected kind among the first three is matched with the first later incident of any kind,
-    which then hides the fault; killed supervisors and kinds with `room` are not matched in this way. `restarts`: the seconds that
-    each start after a killed supervisor took, in order."""
+    which then hides the fault; killed supervisors, kinds with `room` and kinds that need no incident are not matched in this way.
+    `restarts`: the seconds that each start after a killed supervisor took, in order."""
     incidents = of_kind(events, Incident)
     ends = {recovery.incident: recovery.time for recovery in of_kind(events, Recovery)}
     finished = max((end.time for end in of_kind(events, RunFinished)), default=None)
@@ -127,7 +131,7 @@ def fates_of(
         at = came.get(one.number, (math.inf, ""))[0]
         after = [incident for incident in incidents if incident.time >= at]
         like = [incident for incident in after if incident.cause in EXPECTED[one.kind]]
-        hidden = () if one.kind == "supervisor" or KINDS[one.kind].room else after[:1]
+        hidden = () if one.kind == "supervisor" or KINDS[one.kind].room or not KINDS[one.kind].noticed else after[:1]
         pairs.append((one, _nearest(like, after) or next(iter(hidden), None)))
     kills = sorted(came[one.number][0] for one in injections if one.kind == "supervisor" and one.number in came)
     started = dict(zip(kills, restarts, strict=False))  # of other lengths: a problem, told as such
@@ -135,7 +139,7 @@ def fates_of(
     for one, incident in pairs:
         at, _ = came.get(one.number, (None, ""))
         if incident is None or at is None:
-            fates.append(Fate(one, at, recovery=None if at is None else started.get(at)))
+            fates.append(Fate(one, at, recovery=_without_incident(one, at, events, started)))
             continue
         together = [other for other, theirs in pairs if theirs is incident]
         over, interrupted = ends.get(incident.incident), False
@@ -158,6 +162,14 @@ def fates_of(
             )
         )
     return fates
+
+
+def _without_incident(one: Injection, at: float | None, events: Sequence[Event], started: Mapping[float, float]) -> float | None:
+    """Return the seconds until the run went on after a fault that came at `at` and has no incident; None if it did not go on, or if
+    such a fault must have an incident."""
+    if at is None or KINDS[one.kind].noticed:
+        return None if at is None else started.get(at)
+    return next((step.time - at for step in of_kind(events, Step) if step.time >= at), None)
 
 
 def _went_on(events: Sequence[Event], *, after: float) -> float | None:
@@ -235,6 +247,7 @@ def _is_explained(incident: Incident, fates: Sequence[Fate]) -> bool:
     as a damaged copy found at the next load or a second report of a slow rank."""
     if any(fate.incident == incident.incident for fate in fates):
         return True
-    kinds = {"copy_corrupt": ("checkpoint", "altered", "copy"), "straggler": ("slow",), "save_failed": ("full",)}
+    damaged = ("checkpoint", "altered", "copy", "torn-chunk", "altered-chunk")
+    kinds = {"copy_corrupt": damaged, "straggler": ("slow",), "save_failed": ("full",)}
     before = [fate.injection for fate in fates if fate.came is not None and fate.came <= incident.time]
     return any(one.kind in kinds.get(incident.cause, ()) and incident.rank in (None, *one.ranks) for one in before)

@@ -19,13 +19,15 @@ class Kind:
     """A kind of fault. `moment`: the moment in a step at which it is injected; `needs`: the fleet settings without which a run
     cannot survive or detect it.
 
-    `blames`: True if the run must name the faulty rank or its node. `lasts`: the length of the fault in steps; `room`: the number
-    of steps within which the run must notice the fault, and in which the campaign injects no other.
+    `blames`: True if the run must name the faulty rank or its node. `noticed`: False if the run must train on without an incident.
+    `lasts`: the length of the fault in steps; `room`: the number of steps within which the run must notice the fault, and in which the
+    campaign injects no other.
     """
 
     title: str
     moment: Moment
     blames: bool = True
+    noticed: bool = True
     needs: tuple[str, ...] = ()
     lasts: int = 1
     room: int = 0
@@ -52,6 +54,10 @@ KINDS: dict[str, Kind] = {
     "copy": Kind("copy in memory altered, then SIGKILL", "step", needs=("memory_every",)),
     "full": Kind("no room for a checkpoint", "saving", blames=False),
     "shard": Kind("flipped data shard", "reading", blames=False),
+    "torn-chunk": Kind("chunk of state half written", "resting"),
+    "altered-chunk": Kind("bit flip in a chunk of state", "resting"),
+    "state-disk-full": Kind("no room for a chunk of state", "resting"),
+    "slow-disk": Kind("slow disk with state", "resting", blames=False, noticed=False),
     "interface": Kind("network interface taken down", "step"),
     "agent": Kind("agent of a node killed", "step"),
     "supervisor": Kind("supervisor killed", "step", blames=False),
@@ -74,11 +80,15 @@ MIX: tuple[tuple[str, str, float], ...] = (
     ("silent data corruption", "gradient", 1 / 2),
     ("silent data corruption", "once", 1 / 2),
     ("GPU thermal interface or sensor", "slow", 1.0),
-    ("SSD", "checkpoint", 2 / 3),
-    ("SSD", "altered", 1 / 3),
+    ("SSD", "checkpoint", 1 / 3),
+    ("SSD", "torn-chunk", 1 / 3),
+    ("SSD", "altered", 1 / 6),
+    ("SSD", "altered-chunk", 1 / 6),
     ("power supply", "node", 1.0),
     ("server chassis", "two", 1.0),
-    ("IO expansion board", "full", 1.0),
+    ("IO expansion board", "full", 1 / 2),
+    ("IO expansion board", "state-disk-full", 1 / 4),
+    ("IO expansion board", "slow-disk", 1 / 4),
     ("dependency", "shard", 1.0),
     ("CPU", "slow", 1.0),
     ("system memory", "copy", 1.0),
@@ -95,8 +105,19 @@ INSTEAD = {
     "two": "agent",
     "checkpoint": "kill",
     "altered": "kill",
+    "torn-chunk": "checkpoint",
+    "altered-chunk": "altered",
+    "state-disk-full": "full",
+    "slow-disk": "full",
+    "weight": "nan",
+    "moment": "kill",
+    "copy": "kill",
 }
-"""Map from a kind of fault to the kind that replaces it in runs where it is impossible."""
+"""Map from a kind of fault to the kind that replaces it in runs where it is impossible; if that kind is impossible too, its own
+replacement replaces both."""
+
+ON_DISK = ("torn-chunk", "altered-chunk", "state-disk-full", "slow-disk")
+"""Kinds of faults of the files in which a rank keeps its state (`plan.state.optimizer = "disk"`)."""
 
 OF_ONE_MEMORY = ("checkpoint", "altered", "node", "two")
 """Kinds that delete the copies in the memory of a node, or of all nodes. If each node has an agent, a campaign leaves out the kinds that
@@ -118,7 +139,9 @@ def counts(total: int, table: FaultTable, kinds: Sequence[str]) -> dict[str, int
     causes = {cause.name: cause.count for cause in table.causes}
     weights: dict[str, float] = {}
     for cause, meant, share in MIX:
-        kind = meant if meant in kinds else INSTEAD.get(meant, meant)
+        kind = meant
+        while kind not in kinds and kind in INSTEAD:
+            kind = INSTEAD[kind]
         if kind in kinds:
             weights[kind] = weights.get(kind, 0.0) + causes[cause] * share
     whole = sum(weights.values())
@@ -182,7 +205,7 @@ def draw(
 _AGAIN = 2  # steps in which the fault before may still end all ranks, and with them what was to be noticed
 _CRASHES = ("kill", "segfault", "exception")
 _HANGS = ("stop", "stuck")
-_RESTARTING = (*_CRASHES, *_HANGS, "sockets", "weight", "moment", "node", "two", "copy", "interface", "agent")
+_RESTARTING = (*_CRASHES, *_HANGS, "sockets", "weight", "moment", "node", "two", "copy", "interface", "agent", *ON_DISK[:3])
 
 
 def _may_overlap(before: Injection, one: Injection) -> bool:

@@ -127,7 +127,9 @@ def judge(
     fates = fates_of(injection.load(injections), injection.fired(injections), happened, restarts=faulted.supervisor_restarts)
     blamed = [fate.judged for fate in fates if fate.judged is not None]
     recoveries = sorted(
-        fate.own_recovery for fate in fates if fate.own_recovery is not None and fate.injection.kind != "supervisor"
+        fate.own_recovery
+        for fate in fates
+        if fate.own_recovery is not None and fate.injection.kind != "supervisor" and KINDS[fate.injection.kind].noticed
     )
     late = BEAT_SECONDS if _any(fates, "agent") else 0.0
     found = hangs.hangs_of(happened, fleet=fleet, timeout=timeout, seen_late=late)

@@ -33,7 +33,7 @@ SHOWS: dict[str, str] = {
     "kill": "crash", "segfault": "crash", "sockets": "crash", "two": "crash", "copy": "crash", "checkpoint": "crash", "altered": "crash",
     "exception": "bug", "stop": "hang", "stuck": "hang", "weight": "corrupt state", "moment": "corrupt state", "nan": "not finite",
     "interface": "crash", "preemption": "preemption", "node": "node lost",
-    "agent": "node lost",
+    "agent": "node lost", "torn-chunk": "crash", "altered-chunk": "crash", "state-disk-full": "crash",
 }  # fmt: skip
 """Kind of a campaign's fault -> its symptom in the simulator; `_Hurt.own` handles the other kinds."""
 
@@ -182,6 +182,8 @@ class _Hurt(Site):
 
     def __init__(self, spec: RunSpec, figures: Figures, injections: Sequence[Injection]) -> None:
         fleet, step = spec.fleet, figures.step
+        if spec.plan.state.optimizer == "disk":  # has no copies in memory
+            fleet = fleet.model_copy(update={"memory_every": 0, "disk_every": 0})
         plan = Scenario(
             name=spec.name, nodes=fleet.nodes, devices_per_node=max(1, spec.plan.ranks // fleet.nodes), days=float("inf"), faults=0.0,
             causes=(), latencies=figures.latencies, fleet=fleet, step_seconds=step,
@@ -199,7 +201,7 @@ class _Hurt(Site):
         self.every, self.keep = spec.checkpoint.every, spec.checkpoint.keep
         self.own: dict[str, Callable[[Injection], object]] = {
             "gradient": self._spoil, "once": self._spoil, "slow": self._slow_down_for_steps, "full": self._leave_no_room,
-            "shard": self._damage_data, "supervisor": self._kill_supervisor,
+            "shard": self._damage_data, "supervisor": self._kill_supervisor, "slow-disk": lambda one: None,
         }  # fmt: skip
 
     def live(self) -> "_Hurt":

@@ -1,4 +1,5 @@
-"""Injects faults into tensors, computations and data shards. `fleet.actions` injects faults into processes, connections and files."""
+"""Injects faults into tensors, computations and data shards. `train.offload.faults` injects faults into files with state, `fleet.actions`
+into processes, connections and other files."""
 
 import os
 import time
@@ -14,6 +15,7 @@ from megalith.fleet.actions import ACTIONS, happen
 from megalith.fleet.hooks import Faults
 from megalith.fleet.injection import OWN_DATA, Injection
 from megalith.train.assemble import Trainer
+from megalith.train.offload.faults import FAULTS, hurt
 
 FLIPPED_BIT = 20  # of fp32's mantissa: a change of about 1 % of the value, far from NaN
 WRONG_BY = 0.37
@@ -71,6 +73,8 @@ class Injector:
         for one in self._faults.due("resting", step):
             if one.kind in ACTIONS:
                 happen(one, self._faults.rank_info)
+            elif one.kind in FAULTS:
+                hurt(trainer.state, one)
             else:
                 flip(trainer, one)
 

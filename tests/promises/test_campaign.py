@@ -8,14 +8,16 @@ import pytest
 from megalith.checkpoint.folder import committed, find, read_manifest
 from megalith.commands.campaign import Faultload, campaign, checked
 from megalith.commands.shared.arguments import RunRequest
+from megalith.events import Incident, of_kind, read
 from megalith.fleet import injection
 from megalith.fleet.injection import Injection
 from megalith.machine import networks
 from megalith.rehearse.campaign import may_mount
 from megalith.rehearse.fates import EXPECTED
-from megalith.rehearse.faults import KINDS
+from megalith.rehearse.faults import KINDS, ON_DISK
 from megalith.rehearse.judge import Aims, Row
 from megalith.rehearse.replay import replay
+from tests.full import only_full
 from tests.patience import PATIENCE
 from tests.processor import excuse, waited
 from tests.runs import final_state, prepare_text, train
@@ -33,7 +35,7 @@ checkpoint.every = 10
 launch = {{ threads = 1, start_timeout = 250.0, timeout = 120.0 }}
 fleet = {{ nodes = 2, spares = 1, verify_every = 4, verify = "all" }}
 """
-NEEDS = {"supervisor": False, "agent": False, "full": may_mount(), "interface": networks.missing() is None}
+NEEDS = dict.fromkeys(("supervisor", "agent", *ON_DISK), False) | {"full": may_mount(), "interface": networks.missing() is None}
 HERE = [kind for kind in KINDS if NEEDS.get(kind, True)]
 
 
@@ -81,6 +83,22 @@ def test_a_run_whose_supervisor_is_killed_is_typed_again_and_its_start_timed_apa
     whole, hurt = (read_manifest(find(tmp_path / "out" / name)).meta["rng"] for name in ("whole", "faulted"))
     assert len(whole["state"]) == 64
     assert whole == hurt
+
+
+@only_full
+@pytest.mark.timeout(2 * PATIENCE)
+def test_faults_of_the_files_with_state_change_no_bit(data: Path, tmp_path: Path) -> None:
+    """A torn or altered chunk and a full disk end the rank, and a slow disk ends nothing. What is not in memory is not hurt there."""
+    (tmp_path / "run.toml").write_text(RUN.format(data=data))
+    there = ("plan.data=2", "fleet.verify_every=0", 'train.precision="bf16"', 'plan.state.optimizer="disk"', "checkpoint.every=2")
+    faultload = Faultload(len(ON_DISK), seed=1, kinds=ON_DISK)
+    found = campaign(checked(RunRequest(tmp_path / "run.toml", there)), faultload, out=tmp_path / "out")
+    assert not found.problems
+    assert {"weight", "moment", "copy"} < set(found.left_out)
+    seen = {row.kind: row.seen_as for row in found.rows}
+    assert seen == {kind: ", ".join(EXPECTED[kind]) for kind in ON_DISK}
+    reasons = [one.reason for one in of_kind(read(tmp_path / "out" / "faulted"), Incident) if one.cause == "rank_failed"]
+    assert len(reasons) == 3 and all("chunk" in reason for reason in reasons)
 
 
 @pytest.mark.engines

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from megalith.fleet import injection
-from megalith.rehearse.campaign import LISTED, aimed, clear, data_of, may_copy, may_mount, possible, run, small_disk
-from megalith.rehearse.faults import OF_ONE_MEMORY
+from megalith.rehearse.campaign import LISTED, aimed, clear, data_of, may_copy, may_mount, possible, ruled_out, run, small_disk
+from megalith.rehearse.faults import OF_ONE_MEMORY, ON_DISK
 from megalith.spec.fleet import FleetSpec
 from megalith.spec.run import DataSpec
 from tests.commands.calling import call, write_run
 from tests.fleet.conftest import is_alive, until
 from tests.patience import PATIENCE
+from tests.specs import tiny_run
 
 
 def test_what_a_run_is_not_made_for_is_left_out_with_the_reason():
@@ -43,6 +44,23 @@ def test_what_a_run_is_not_made_for_is_left_out_with_the_reason():
     left, kinds = possible(whole, **there, agents=True)
     assert set(left) == {*OF_ONE_MEMORY, "interface"}
     assert "agent" in kinds
+
+
+def test_faults_of_state_are_those_that_its_place_allows():
+    def left(precision: str = "bf16", *, state: dict[str, object] | None = None, **optimizer: object) -> dict[str, str]:
+        return ruled_out(tiny_run(plan={"state": state or {}}, train={"precision": precision}, optimizer=optimizer))
+
+    resident = dict.fromkeys(ON_DISK, 'plan.state.optimizer = "device": no state is on disk')
+    assert left() == left("fp32") == resident
+    assert left(master="split16") == resident | {"weight": 'optimizer.master = "split16" keeps no fp32 weights in memory'}
+    disk: dict[str, object] = {"optimizer": "disk"}
+    moment, copy = "all moments are on disk", "state on disk has no copies in memory"
+    assert left(state=disk) == {"copy": copy, "moment": moment, "weight": "all fp32 weights are on disk"}
+    assert left("fp32", state=disk) == {"copy": copy, "moment": moment}
+    assert left(state=disk | {"share": 0.5}) == {"copy": copy}
+    out, kinds = possible(FleetSpec(), own_disk=True, own_data=True, no_network=None, elsewhere=left(state=disk))
+    assert out["weight"] == "all fp32 weights are on disk"
+    assert set(ON_DISK) < set(kinds) and not {"weight", "moment", "copy"} & set(kinds)
 
 
 def test_faults_that_come_at_chosen_steps_alone_are_named_with_what_that_means():

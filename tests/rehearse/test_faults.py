@@ -7,12 +7,12 @@ import pytest
 
 from megalith.rehearse import faults
 from megalith.rehearse.fates import EXPECTED
-from megalith.rehearse.faults import INSTEAD, KINDS, MIX, OF_ONE_MEMORY, counts, draw
+from megalith.rehearse.faults import INSTEAD, KINDS, MIX, OF_ONE_MEMORY, ON_DISK, counts, draw
 from megalith.spec.faults import tables
 
 TABLE = tables()["llama3"]
-ALL = [kind for kind in KINDS if kind not in ("supervisor", "agent")]
-OF_AGENTS = [kind for kind in KINDS if kind not in ("supervisor", "interface", *OF_ONE_MEMORY)]
+ALL = [kind for kind in KINDS if kind not in ("supervisor", "agent", *ON_DISK)]
+OF_AGENTS = [kind for kind in KINDS if kind not in ("supervisor", "interface", *OF_ONE_MEMORY, *ON_DISK)]
 
 
 def test_every_cause_of_the_table_stands_for_kinds_of_faults_with_its_whole_count():
@@ -42,6 +42,18 @@ def test_a_cause_keeps_its_count_where_its_kind_cannot_come():
     assert (found["kill"], found["agent"], found["sockets"]) == (77, 5, 42)
     assert sum(found.values()) == 419
     assert set(INSTEAD) <= set(KINDS) >= set(INSTEAD.values())
+
+
+def test_with_state_on_disk_a_cause_hits_its_files_and_not_what_is_not_in_memory():
+    on_disk = [kind for kind in (*ALL, *ON_DISK) if kind not in ("weight", "moment", "copy")]
+    found = counts(419, TABLE, on_disk)
+    assert set(found) == set(on_disk)
+    assert sum(found.values()) == 419
+    assert found["nan"] == 72, "in place of flipped bits of weights, too"
+    assert found["kill"] == 74 + 19 + 2 - 1, (
+        "in place of moments and copies, too; each kind has one fault, where it has room for a half"
+    )
+    assert [found[kind] for kind in ("checkpoint", "altered", "torn-chunk", "altered-chunk")] == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("total", [1, 5, 16, 24, 100])

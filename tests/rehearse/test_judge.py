@@ -249,6 +249,15 @@ def test_starts_of_a_killed_supervisor_are_a_row_of_their_own_and_in_no_median(t
     assert (never.handled, never.injected) == (2, 3), "it was not started again"
 
 
+def test_a_slow_disk_needs_no_incident_but_a_next_step():
+    slow = Injection(0, "slow-disk", 2, "resting", (1,))
+    log = [_started(0), *(_step(i, 200.0 + i) for i in range(1, 5)), _failed(1, 204.5, 1), _recovered(1, 206.0)]
+    (fate,) = fates_of([slow], {0: (202.5, "0")}, log)
+    assert (fate.handled, fate.recovery, fate.incident, fate.judged) == (True, 0.5, None, None)
+    (stuck,) = fates_of([slow], {0: (204.2, "0")}, log)
+    assert not stuck.handled
+
+
 def test_faults_that_overlap_share_an_incident_which_may_name_either(tmp_path: Path):
     both = [KILL, replace(STOP, kind="segfault", step=3)]
     fates = fates_of(both, {0: (4.0, "0"), 1: (4.1, "0")}, [_failed(1, 5.0, rank=2), _recovered(1, 6.0)])

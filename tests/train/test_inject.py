@@ -13,9 +13,11 @@ from megalith.fleet.hooks import Faults
 from megalith.fleet.injection import Injection
 from megalith.fleet.rank_info import RankInfo
 from megalith.parallel.data import local
-from megalith.rehearse.faults import KINDS
+from megalith.rehearse.faults import KINDS, ON_DISK
 from megalith.train.assemble import Trainer
 from megalith.train.inject import SLOW_SECONDS, Injector
+from megalith.train.offload.faults import FAULTS
+from megalith.train.offload.slot_file import StateFileError
 from megalith.train.step import accumulate, train_step
 from megalith.train.step_hooks import notify
 from tests.parallel.running import microbatches, trainer_of
@@ -77,7 +79,41 @@ def hurt(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_every_kind_of_fault_is_done_by_somebody() -> None:
-    assert {*ACTIONS, *STATES, *GRADIENTS, "shard"} == set(KINDS)
+    assert {*ACTIONS, *STATES, *GRADIENTS, *FAULTS, "shard"} == set(KINDS)
+    assert {*FAULTS} == {*ON_DISK}
+
+
+def _on_disk(rank: int, folder: Path) -> dict[str, tuple[int, str]]:
+    """Return for each fault of files with state the steps that were trained, and the error of the step after them."""
+    found = {}
+    for kind in FAULTS:
+        trainer, injector = trainer_of(tiny_run(plan={"state": {"optimizer": "disk"}}, **RUN)), _injector(kind, folder)
+        done, told = 0, ""
+        try:
+            for step in range(4):
+                train_step(trainer, microbatches(trainer, step), step=step)
+                notify([injector], "after_step", trainer, step)
+                done += 1
+        except StateFileError as error:
+            told = str(error)
+        found[kind] = done, told
+    return found
+
+
+@pytest.mark.slow
+def test_a_fault_of_a_file_with_state_ends_the_next_step_and_names_the_chunk(tmp_path: Path) -> None:
+    """A slow disk ends none."""
+    (found,) = run_ranks(_on_disk, 1, tmp_path)
+    assert found.pop("slow-disk") == (4, "")
+    said = {
+        "torn-chunk": "the disk altered it",
+        "altered-chunk": "the disk altered it",
+        "state-disk-full": "No space left on device",
+    }
+    assert found.keys() == said.keys()
+    for kind, (done, told) in found.items():
+        assert done == 2, kind
+        assert told.startswith("[Errno") and "plan.state: chunk " in told and said[kind] in told
 
 
 @pytest.mark.slow

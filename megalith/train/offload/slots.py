@@ -66,13 +66,20 @@ class Slots:
         """Write a chunk into its unused slot. `counts`: True if the slot is valid at once and the write cannot be undone."""
         if self.dry:
             return
-        used = self._used[chunk]
-        other = next(file for file in self._pair if file is not used)
+        used, other = self.file_of(chunk), self.unused(chunk)
         if not counts:
             self._fresh[chunk] = self._fresh.get(chunk, other).write(chunk, body)
             return
         self._used[chunk] = (used if used in self._pair else other).write(chunk, body)
         self._before.pop(chunk, None)  # it may have been in the file that is written now
+
+    def file_of(self, chunk: int) -> SlotFile:
+        """Return the file that holds the valid slot of a chunk."""
+        return self._used[chunk]
+
+    def unused(self, chunk: int) -> SlotFile:
+        """Return the file that holds the unused slot of a chunk, which the next update writes."""
+        return next(file for file in self._pair if file is not self._used[chunk])
 
     def settle(self) -> None:
         """Sync the files to disk, then make the written slots valid."""
