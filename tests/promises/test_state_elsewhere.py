@@ -24,9 +24,7 @@ from tests.full import FULL, sampled
 from tests.parallel.running import microbatches, trainer_of
 from tests.prove.dry import dry
 from tests.ranks import run_ranks
-from tests.runs import assert_same_bits, final_state, prepare_text, train
 from tests.specs import brief_run
-from tests.train.offload.killed import train_killed, two_ranks
 
 DEVICE, HALF = {"optimizer": "device"}, {"optimizer": "host", "share": 0.5}
 HOST, DISK, SOME = {"optimizer": "host"}, {"optimizer": "disk"}, {"optimizer": "disk", "share": 0.6}
@@ -226,23 +224,6 @@ def test_any_plan_loads_what_is_on_disk(place: dict[str, Any], tmp_path: Path) -
                 assert torch.equal(whole, share)
             else:
                 assert any(torch.equal(half, share) for half in whole.chunk(2)), key
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare_text(tmp_path_factory.mktemp("text"))
-
-
-@sampled(4, together=True)
-@pytest.mark.parametrize(("place", "zero"), [(DISK, 1), (WEIGHTS[0], 3)], ids=str)
-def test_kill_9_changes_no_bit(place: dict[str, Any], zero: int, data: Path, tmp_path: Path) -> None:
-    """A rank dies when half of a chunk is written, and once a checkpoint has linked its file and is not complete; in
-    `make test-full` at fifty moments, else at four."""
-    train(two_ranks(data, DEVICE, zero=zero), tmp_path / "whole")
-    times = 50 if FULL else 4
-    starts = train_killed(two_ranks(data, place, zero=zero), tmp_path / "killed", times=times, seed=22)
-    assert_same_bits(final_state(tmp_path / "whole"), final_state(tmp_path / "killed"))
-    assert starts == times + 2
 
 
 def test_the_largest_parameters_that_fit_a_share_are_elsewhere() -> None:

@@ -1,67 +1,132 @@
-"""A run with state on disk in which a rank is killed repeatedly in the middle of an update."""
+"""Runs of two ranks whose state or activations are off the device, and the moments at which a rank of them may be killed."""
 
 import os
-import shutil
 import signal
-from collections.abc import Callable
-from itertools import count as count_up
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 from torch import Tensor
 
-from megalith.checkpoint.digests import FileDigest
-from megalith.events import RunStarted, of_kind, read
+from megalith.checkpoint.folder import committed
+from megalith.parallel.data import Weight
 from megalith.spec.run import RunSpec
 from megalith.train.offload.home import Disk
+from megalith.train.offload.retained import DiskCopy, DiskFile, HostCopy, HostMemory
 from megalith.train.offload.slot_file import PAGE, SlotFile
 from megalith.train.offload.slots import Slots
+from tests.fleet.conftest import until
 from tests.parallel.running import trainer_of
-from tests.ranks import run_ranks
-from tests.runs import finish, start, train
+from tests.patience import PATIENCE
+from tests.runs import signal_yourself, when
 from tests.specs import tiny_run
 
 
-def two_ranks(data: Path, place: dict[str, Any], *, zero: int = 1, **parts: dict[str, Any]) -> RunSpec:
-    """Return a run of eight steps on two ranks, with state at `place`. Keyword arguments update further tables."""
+class Moment(NamedTuple):
+    """A function at a call of which a rank is killed. `calls`: each step makes at least so many; `last`: what the rank still does."""
+
+    owner: type
+    name: str
+    calls: int
+    last: Callable[..., object] = lambda *args, **named: None
+
+
+def _half_a_chunk(slots: Slots, chunk: int, body: Tensor, *, counts: bool = False) -> None:
+    half = slots.layout.rooms[chunk] // 2 // PAGE * PAGE
+    os.pwrite(slots.unused(chunk).descriptor, body.numpy()[:half].data, slots.layout.starts[chunk])
+
+
+def _half_a_tensor(file: DiskFile, start: int, content: Tensor) -> None:
+    octets = content.view(torch.uint8).numpy()
+    os.pwrite(file._file.fileno(), octets[: len(octets) // 2].data, start)
+
+
+def _link(file: SlotFile, path: Path) -> None:
+    _LINK(file, path)
+
+
+_LINK = SlotFile.link
+WRITTEN, LINKED = Moment(Slots, "write", 10, _half_a_chunk), Moment(SlotFile, "link", 1, _link)
+"""Half of a chunk is written; a checkpoint has linked a file, and is not complete."""
+
+TIERS: dict[str, tuple[dict[str, Any], tuple[Moment, ...]]] = {
+    "host": ({"state": {"optimizer": "host"}}, (Moment(Weight, "take_over", 8),)),
+    "disk": ({"state": {"optimizer": "disk"}}, (WRITTEN, LINKED)),
+    "release": ({"state": {"optimizer": "disk", "release": True}}, (WRITTEN, LINKED)),
+    "weights": (
+        {"zero": 3, "state": {"optimizer": "disk", "weights": "disk"}},
+        (WRITTEN, LINKED, Moment(Slots, "read", 20)),
+    ),
+    "retain host": ({"retain": {"blocks": "host"}}, (Moment(HostMemory, "put", 2), Moment(HostCopy, "fetch", 2))),
+    "retain disk": (
+        {"retain": {"blocks": "disk"}},
+        (Moment(DiskFile, "write", 2, _half_a_tensor), Moment(DiskFile, "read", 2), Moment(DiskCopy, "fetch", 2)),
+    ),
+}
+"""Each tier's plan, and the moments at which its runs are killed."""
+
+
+class Kill(NamedTuple):
+    """A kill of the second rank at call number `call` of a moment after step `step` has begun."""
+
+    tier: str
+    moment: Moment
+    step: int
+    call: int
+
+    def __str__(self) -> str:
+        return f"{self.tier}: {self.moment.owner.__name__}.{self.moment.name} {self.call} of step {self.step}"
+
+
+def drawn(kills: int, *, seed: int) -> list[Kill]:
+    """Draw kills at random moments, of each tier about equally many."""
+    random, names = Random(seed), [*TIERS]
+    found = []
+    for number in range(kills):
+        tier = names[number % len(names)]
+        moment = random.choice(TIERS[tier][1])
+        found.append(Kill(tier, moment, random.randrange(3, 6), random.randrange(moment.calls)))
+    return found
+
+
+def two_ranks(data: Path, plan: dict[str, Any], **parts: dict[str, Any]) -> RunSpec:
+    """Return a run of eight steps on two ranks, some of which are clipped. Keyword arguments update further tables."""
     return tiny_run(
         model={"layers": 2, "vocab": 264},
-        plan={"data": 2, "zero": zero, "state": place},
+        plan={"data": 2, "zero": 1} | plan,
         data={"path": str(data)},
         train={"steps": 8, "global_batch": 2, "seq_len": 32, "precision": "bf16"},
         checkpoint={"every": 2},
+        optimizer={"clip": 1.4},
         **parts,
     )
 
 
-def train_killed(spec: RunSpec, folder: Path, *, times: int, seed: int) -> int:
-    """Train to the end, while the second rank dies this many times: the last time once a checkpoint has linked its file and is not
-    complete, before that when half of a random chunk is written. Every third time the run begins anew, as each start may save one
-    checkpoint more and the last one comes at the run's end. Return how often ranks started to train."""
-    random = Random(seed)
-    train(spec.model_copy(update={"train": spec.train.model_copy(update={"steps": 2})}), folder)
-    number, begun, starts = run_ranks(chunks, 2, spec)[1], folder.with_name(f"{folder.name}-begun"), 0
-    shutil.copytree(folder, begun)
-    for time in range(times):
-        if time % 3 == 0:
-            starts += _starts(folder) - 1
-            shutil.rmtree(folder)
-            shutil.copytree(begun, folder)
-        with pytest.MonkeyPatch.context() as patch:
-            if time == times - 1:
-                patch.setattr(SlotFile, "link", _dying_once_linked(1))
-            else:  # the first writes are the master weights and the loaded state
-                patch.setattr(Slots, "write", _dying(1, at=5 * number + random.randrange(2 * number)))
-            codes = finish(start(spec, folder))
-        assert codes[1] == -signal.SIGKILL
-    train(spec, folder)
-    return starts + _starts(folder)
+@contextmanager
+def killed(kill: Kill, folder: Path) -> Iterator[None]:
+    """In runs in `folder` that are started meanwhile, kill the second rank, once there is a checkpoint to resume from."""
+    owner, name, _, last = kill.moment
+    whole, left = getattr(owner, name), list[int]()
 
+    def arm() -> None:
+        until(lambda: bool(committed(folder / "checkpoints")), seconds=PATIENCE)
+        left.append(kill.call)
 
-def _starts(folder: Path) -> int:
-    return len([*of_kind(read(folder), RunStarted)])
+    def called(*args: Any, **named: Any) -> Any:
+        if left and left[0] == 0:
+            last(*args, **named)
+            signal_yourself(signal.SIGKILL)
+        if left:
+            left[0] -= 1
+        return whole(*args, **named)
+
+    with pytest.MonkeyPatch.context() as patch, when("step", kill.step, rank=1, act=arm):
+        patch.setattr(owner, name, called)
+        yield
 
 
 def chunks(rank: int, spec: RunSpec) -> int:
@@ -69,31 +134,3 @@ def chunks(rank: int, spec: RunSpec) -> int:
     home = trainer_of(spec).state.home
     assert isinstance(home, Disk)
     return len(home.slots.layout.rooms)
-
-
-def _dying_once_linked(rank: int) -> Callable[..., FileDigest]:
-    """A `SlotFile.link` that is the rank's end."""
-    link = SlotFile.link
-
-    def linked(self: SlotFile, path: Path) -> FileDigest:
-        digest = link(self, path)
-        if os.environ.get("RANK") == str(rank):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return digest
-
-    return linked
-
-
-def _dying(rank: int, *, at: int) -> Callable[..., None]:
-    """A `Slots.write` that kills the rank at its `at`-th call."""
-    write, calls = Slots.write, count_up()
-
-    def written(self: Slots, chunk: int, body: Tensor, *, counts: bool = False) -> None:
-        if os.environ.get("RANK") == str(rank) and next(calls) == at:
-            other, layout = next(file for file in self._pair if file is not self._used[chunk]), self.layout
-            half = layout.rooms[chunk] // 2 // PAGE * PAGE
-            os.pwrite(other.descriptor, body.numpy()[:half].data, layout.starts[chunk])
-            os.kill(os.getpid(), signal.SIGKILL)
-        write(self, chunk, body, counts=counts)
-
-    return written

@@ -4,7 +4,6 @@ less memory."""
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from megalith.checkpoint.shares import as_tensor, shares
 from megalith.cost.predicted import predict, workload_of
-from megalith.events import ReleasePaused, Step, of_kind, read
+from megalith.events import ReleasePaused
 from megalith.parallel.gradients import NotFinite
 from megalith.planner.compared import compare
 from megalith.prove.dryrun import count, single_documents
@@ -31,9 +30,8 @@ from tests.parallel.running import microbatches, trainer_of
 from tests.patience import PATIENCE
 from tests.prove.dry import dry
 from tests.ranks import run_ranks
-from tests.runs import assert_same_bits, final_state, prepare_text, train
 from tests.specs import TINY_EXPERTS, tiny_run
-from tests.train.offload.killed import chunks, train_killed, two_ranks
+from tests.train.offload.killed import chunks
 
 DISK = {"optimizer": "disk"}
 RELEASED = DISK | {"release": True}
@@ -197,23 +195,6 @@ def test_a_step_that_is_not_finite_leaves_the_state_alone_and_names_the_paramete
     ((text, same),) = run_ranks(_poisoned, 1, _placed(_run({}, {"layers": 2}), RELEASED))
     assert same
     assert "NaN or Inf in gradients of blocks.0." in text and "(1 elements)" in text
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare_text(tmp_path_factory.mktemp("text"))
-
-
-@pytest.mark.slow
-@sampled(2, together=True)
-def test_kill_9_in_the_midst_of_an_update_inside_the_backward_changes_no_bit(data: Path, tmp_path: Path) -> None:
-    """A rank dies when half of a chunk is written: at fifty points in `make test-full`, otherwise at three."""
-    clipped, folder = {"clip": 1.4}, tmp_path / "killed"
-    train(two_ranks(data, {}, optimizer=clipped), tmp_path / "whole")
-    train_killed(two_ranks(data, RELEASED, optimizer=clipped), folder, times=50 if FULL else 3, seed=7)
-    assert_same_bits(final_state(tmp_path / "whole"), final_state(folder))
-    steps = {one.step: one.passes for one in of_kind(read(folder), Step)}
-    assert {1, 2} == set(steps.values()), "some steps are clipped"
 
 
 LARGE = {"layers": 8, "dim": 256, "heads": 4, "kv_heads": 4, "head_dim": 64, "ffn": 768, "vocab": 1024}
