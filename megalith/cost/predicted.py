@@ -10,7 +10,7 @@ from typing import Any
 
 from megalith.cost.constants import Calibration, calibration
 from megalith.cost.gathered import gathered, kept, wide
-from megalith.cost.host import on_disk, streamed
+from megalith.cost.host import move_seconds, on_disk, streamed
 from megalith.cost.memory import Memory, by_rank, compared_bytes, non_torch, numbers, shares, updated, whole_bytes
 from megalith.cost.memory_timeline import DOES, MemoryPoint, OffloadedBytes, Part, moments
 from megalith.cost.narrow.ways import rounding_bytes
@@ -144,6 +144,18 @@ def held(
         if not fits(found[-1]):
             return found[-1]
     return max(found, key=lambda memory: memory.total)
+
+
+def transfer_seconds(workload: Workload) -> dict[int, float]:
+    """Return, for each stage from which activations leave, the seconds of one OFFLOAD or one FETCH: the transfer of the stage's last block
+    that is offloaded. The other blocks of the stage are transferred during its forwards and backwards."""
+    traced, found = parts(workload), dict[int, float]()
+    for place in range(workload.plan.pipeline):
+        for stage, own in _here(workload, traced, place).parts.items():
+            last = next((part.away for part in reversed(own) if part.away.size), None)
+            if last is not None:
+                found[stage] = move_seconds(workload, last.size, last.disk)
+    return found
 
 
 def workload_of(spec: RunSpec) -> Workload:

@@ -1,6 +1,6 @@
 """The timeline of a run's pipeline and the terms of its step, predicted and measured."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -9,7 +9,11 @@ from megalith.report import timeline, units
 from megalith.report.history import History
 from megalith.report.style import html_table
 from megalith.schedule import Timeline, build, lower, simulate
-from megalith.schedule.action import Action, RowEntry, parts
+from megalith.schedule.action import TRANSFERS, Action, RowEntry, parts
+from megalith.spec.base import AbsentError
+from megalith.spec.plan import Plan
+from megalith.spec.problem import SpecErrors
+from megalith.spec.run import RunSpec
 
 if TYPE_CHECKING:
     from megalith.planner.slowdown import SlowdownReport
@@ -23,7 +27,8 @@ def predict(run: History) -> tuple[Timeline, str, int]:
 
     The cost of a computation is the mean measured time of that stage's forward or backward. If a stage has no recorded spans, the cost
     is the run's mean forward or backward time, divided by the numbers of microbatches and chunks. If nothing was measured, a
-    forward costs 1 s and a backward 2 s.
+    forward costs 1 s and a backward 2 s. If activations leave a stage, an OFFLOAD and a FETCH cost what its last block takes at the
+    cluster's rates; a measured forward or backward contains the wait for the other blocks.
     """
     plan, microbatches = run.plan, run.microbatches
     assert plan is not None, "predict needs a recorded plan"
@@ -47,10 +52,29 @@ def predict(run: History) -> tuple[Timeline, str, int]:
         table = {(kind, stage): seconds for kind, seconds in (("F", 1.0), ("B", 2.0)) for stage in range(plan.stages)}
         basis = "a forward of 1 s and a backward of 2 s (nothing measured)"
 
+    retained, moving = _transfers(run, plan)
+    if moving:
+        table = table | {(kind, stage): seconds for kind in TRANSFERS for stage, seconds in moving.items()}
+        basis += ", and transfers of activations at the cluster's rates"
+
     def cost(entry: RowEntry) -> float:
         return sum(table.get((action.kind, action.stage), 0.0) for action in parts(entry) if isinstance(action, Action))
 
-    return simulate(lower(schedule, plan.zero), cost), basis, microbatches
+    return simulate(lower(schedule, plan.zero, retained=retained), cost), basis, microbatches
+
+
+def _transfers(run: History, plan: Plan) -> tuple[frozenset[int], Mapping[int, float]]:
+    """Return the stages from which activations leave, and the seconds of an OFFLOAD or FETCH of each; no seconds if they cannot be
+    predicted. Traces the model of a run whose activations leave."""
+    if not plan.retain.places:
+        return frozenset(), {}
+    from megalith.cost.predicted import transfer_seconds, workload_of
+
+    try:
+        spec = RunSpec.model_validate(run.spec)
+        return plan.retained(len(spec.model.build().blocks)), transfer_seconds(workload_of(spec))
+    except (ValueError, AssertionError, KeyError, AbsentError, SpecErrors):  # such as the specification of another version
+        return frozenset(), {}
 
 
 def trace(run: History) -> dict[str, Any]:

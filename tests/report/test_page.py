@@ -10,13 +10,17 @@ from xml.etree import ElementTree
 import pytest
 
 from megalith import events
+from megalith.cost.parts import parts
+from megalith.cost.predicted import workload_of
 from megalith.report.history import bits_a_byte, history, tokens_a_byte
 from megalith.report.page import flat, smoothed, write
 from megalith.report.predicted import predict
 from megalith.report.summary import of_folder
+from megalith.schedule.action import Action
 from megalith.spec.plan import Plan
 from tests.commands.calling import call
 from tests.report.run_folder import holdings, spans, spec, start, step, write_run
+from tests.specs import tiny_run
 
 VOID = {"meta"}
 
@@ -174,6 +178,26 @@ def test_the_prediction_stands_on_the_best_costs_there_are(tmp_path):
     assert predict(stepped)[0].end == pytest.approx((0.12 + 0.3) / 8 * (8 + 1))
     seen = history(log(tmp_path / "c", start(), step(1), spans(1)))
     assert predict(seen)[0].end == pytest.approx(0.03 * (8 + 1))
+
+
+@pytest.mark.slow
+def test_activations_that_leave_the_device_are_timed_and_drawn(tmp_path):
+    """The last block of a stage moves in an action of its own, at the rate of the cluster file."""
+    (tmp_path / "slow.toml").write_text('accelerator = "cpu"\ncount = 2\n[host]\nlink = 1e12\ndisk_bandwidth = 1e7\n')
+    moved = tiny_run(plan={"pipeline": 2, "retain": {"blocks": "disk"}}, model={"layers": 4}, train={"precision": "bf16"})
+    moved = moved.model_copy(update={"cluster": str(tmp_path / "slow.toml")})
+    folder = log(tmp_path / "run", replace(start(plan=moved.plan), spec=moved.model_dump(mode="json")), step(1))
+    found, basis, _ = predict(history(folder))
+    assert basis.endswith(", and transfers of activations at the cluster's rates")
+    load = workload_of(moved)
+    seconds = parts(load).blocks[0].leaves * load.cluster.host_devices / 1e7
+    for kind in ("OFFLOAD", "FETCH"):
+        lengths = [span.end - span.start for span in found.spans if isinstance(span.action, Action) and span.action.kind == kind]
+        assert lengths == pytest.approx([seconds] * 2 * 8), "each of two stages and eight microbatches"
+    page = write(folder).read_text(encoding="utf-8")
+    assert "activations leave the device" in page and "activations are fetched" in page
+    gone = replace(start(plan=moved.plan), spec=moved.model_dump(mode="json") | {"model": "of another version"})
+    assert "rates" not in predict(history(log(tmp_path / "gone", gone, step(1))))[1]
 
 
 def test_a_very_long_pipeline_is_drawn_in_part(tmp_path):
