@@ -155,18 +155,23 @@ def memory_holds_what_leaves_gpus(here: Here) -> Found:
         yield error(key, "host", reason, f'Use "{place}", or more machines with torchrun or srun.')
 
 
-def disks_hold_what_leaves_the_ranks(here: Here) -> Found:
-    """The disk holds the files of all ranks of this machine; `check` compares those of one rank."""
-    case, plan = here.case, here.case.plan
+def folders_of_files(case: Case) -> list[tuple[str, str, float]]:
+    """Return, for each kind of files that a rank keeps on disk while it trains, the key of their folder, its value, and the least number of
+    bytes."""
+    plan = case.plan
     if case.model is None or plan.data % plan.replicate:
-        return
-    for key, folder, least in (
+        return []
+    found = (
         ("plan.state.folder", plan.state.folder, state_on_disk(case)),
         ("plan.retain.folder", plan.retain.folder, kept_on_disk(case)),
-    ):
-        if not least:
-            continue
-        there = files_in(case, folder)
+    )
+    return [one for one in found if one[2]]
+
+
+def disks_hold_what_leaves_the_ranks(here: Here) -> Found:
+    """The disk holds the files of all ranks of this machine; `check` compares those of one rank."""
+    for key, folder, least in folders_of_files(here.case):
+        there = files_in(here.case, folder)
         free = shutil.disk_usage(there).free
         if least <= free < here.ranks * least:
             ranks = _counted(here.ranks, "rank")

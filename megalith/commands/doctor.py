@@ -1,7 +1,7 @@
 """`megalith doctor`: check that this machine, or all machines of a job, are fit to train on."""
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,18 +11,28 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megalith.commands.shared.arguments import Json, Overwrite
+from megalith.commands.shared.arguments import Json, Overwrite, Settings
 from megalith.commands.shared.output import print_json, write
 from megalith.report.units import counted
 
 if TYPE_CHECKING:
     from megalith.machine.health import Finding
+    from megalith.spec.run import RunSpec
 
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 VERDICTS = {"ok": "fit to train on", "warn": "fit to train on, with warnings", "fail": "NOT fit to train on"}
 
 
 def command(
+    run: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[RUN.toml]",
+            help="A run file: also check the folders in which the run keeps state and activations.",
+            show_default=False,
+        ),
+    ] = None,
+    settings: Settings = None,
     folder: Annotated[Path, typer.Option(help="Folder that runs will write to.")] = Path(),
     burn_in: Annotated[
         float, typer.Option(min=0.0, metavar="SECONDS", help="Burn-in time for each data type, on each GPU or the CPU; 0: none.")
@@ -49,6 +59,9 @@ def command(
 ) -> int:
     """Describe this machine, and check whether it is fit to train: memory, disk, network, clock, GPUs, reproducible results.
 
+    With RUN.toml, and state or activations of this run on disk, the command also checks the folder of these files: whether it can be
+    written, past the page cache, how much space is free, and whether it is as fast as the run's cluster file says.
+
     GPUs are queried through nvidia-smi and DCGM if these are installed. Exit status 1 if anything fails; warnings do not count. Without a
     burn-in and --ranks no torch is needed. Under torchrun or srun, with one process for each GPU, the command checks all machines, and
     collectives and links among all ranks; rank 0 prints the findings.
@@ -65,7 +78,16 @@ def command(
     if calibrate is not None:
         _calibrate(calibrate, ranks, seconds, overwrite=overwrite, as_json=as_json)
         return 0
-    findings = doctor(folder, burn_in=burn_in, ranks=ranks)
+    spec = None
+    if run is not None:
+        from megalith.spec import files  # specifications take 0.2 s to import
+
+        spec = files.load(run, overrides=settings or ()).spec
+    elif settings:
+        raise typer.BadParameter(
+            "--set sets a value of a run file. Give the run file, too: megalith doctor RUN.toml --set KEY=VALUE"
+        )
+    findings = doctor(folder, burn_in=burn_in, ranks=ranks, spec=spec)
     verdict = worst(findings)
     place = environment.find()
     if place is None or place.rank == 0:
@@ -80,8 +102,9 @@ def command(
     return 1 if verdict == "fail" else 0
 
 
-def doctor(folder: Path, *, burn_in: float = 1.0, ranks: int = 0) -> "list[Finding]":
-    """Check whether this machine is fit to train on; `folder` is where a run would write.
+def doctor(folder: Path, *, burn_in: float = 1.0, ranks: int = 0, spec: "RunSpec | None" = None) -> "list[Finding]":
+    """Check whether this machine is fit to train on; `folder` is where a run would write. `spec`: a run whose folders of state and
+    activations on disk are checked too.
 
     `burn_in`: seconds of matrix products on every GPU, or on the processor if there is no GPU, for each data type; 0: none. `ranks`:
     number of processes on this machine that check collectives and the links between them; 0: none. Without ranks and burn-in, torch is
@@ -94,7 +117,10 @@ def doctor(folder: Path, *, burn_in: float = 1.0, ranks: int = 0) -> "list[Findi
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"{folder} is a file. Give the folder that runs will write to.")
     place = environment.find()
-    own = [*health.doctor(folder), *gpus.doctor()] if place is None or place.local_rank == 0 else []
+    first = place is None or place.local_rank == 0
+    own = [*health.doctor(folder), *gpus.doctor()] if first else []
+    if spec is not None and first:
+        own += _files_of(spec, folder, ranks=place.local_world if place is not None else None)
     if place is None and not burn_in and not ranks:
         return own
     from megalith.prove import doctor as burner  # needs torch
@@ -106,6 +132,39 @@ def doctor(folder: Path, *, burn_in: float = 1.0, ranks: int = 0) -> "list[Findi
     for device in burner.devices() if burn_in else ():
         own += [replace(one, check=f"{one.check}, {device}") for one in burner.burn_in(device, seconds=burn_in)]
     return own
+
+
+def _spec(run: Path | None, settings: Sequence[str]) -> "RunSpec | None":
+    """Return the run in a file; None if no file is given. Raises SpecErrors for a faulty run, or a usage error for settings without a
+    file."""
+    if run is None:
+        if settings:
+            raise typer.BadParameter(
+                "--set sets a value of a run file. Give the run file, too: megalith doctor RUN.toml --set KEY=VALUE"
+            )
+        return None
+    from megalith.check.own import load_admitted  # specifications take 0.2 s to import
+    from megalith.spec.problem import Problem, SpecErrors
+
+    problems: list[Problem] = []
+    resolved = load_admitted(run, settings, problems)
+    if resolved is None:
+        raise SpecErrors(problems)
+    return resolved.spec
+
+
+def _files_of(spec: "RunSpec", folder: Path, *, ranks: int | None) -> "Iterator[Finding]":
+    """Check the folders in which this machine's ranks keep state and activations. `folder`: the run's; `ranks`: how many of them this
+    machine has, if that is known."""
+    from megalith.check.case import Case
+    from megalith.check.here import folders_of_files
+    from megalith.machine import state_disk
+
+    case = Case(spec, None, files=False, folder=folder)
+    here = ranks or (spec.ranks if case.cluster is None else min(spec.ranks, case.cluster.host_devices))
+    rate = case.cluster.host.disk_bandwidth if case.cluster is not None else None
+    for key, named, least in folders_of_files(case):
+        yield from state_disk.check_folder(key, Path(named) if named else folder, room=here * least, rate=rate)
 
 
 def _calibrate(out: Path, ranks: int, seconds: float, *, overwrite: bool, as_json: bool) -> None:

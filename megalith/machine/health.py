@@ -93,18 +93,20 @@ def at_least(
     return Finding(check, verdict, form(value), f"at least {form(limit)}", "" if verdict == "ok" else way_out)
 
 
-def _size(value: float) -> str:
+def show_size(value: float) -> str:
+    """Return a number of bytes as a text."""
     return f"{value / GIB:.3g} GiB" if value >= GIB else f"{value / MIB:.3g} MiB"
 
 
-def _speed(value: float) -> str:
-    return f"{_size(value)}/s"
+def show_rate(value: float) -> str:
+    """Return a number of bytes a second as a text."""
+    return f"{show_size(value)}/s"
 
 
 def memory(limit: float) -> Finding:
     """Check the memory that is available without swapping on this machine and in the control groups of this process."""
     way_out = "Stop other programs on this machine, or train with fewer ranks, a smaller microbatch or more recomputation"
-    return at_least("memory", min(_available(), memory_left_in_groups()), limit, form=_size, way_out=way_out)
+    return at_least("memory", min(_available(), memory_left_in_groups()), limit, form=show_size, way_out=way_out)
 
 
 def _available() -> float:
@@ -123,9 +125,11 @@ def disk_space(folder: Path, limit: float) -> Finding:
     try:
         free = shutil.disk_usage(_existing(folder)).free
     except OSError as error:
-        return Finding("disk space", "fail", f"{folder} cannot be accessed: {error.strerror}", f"at least {_size(limit)}", UNSEEN)
+        return Finding(
+            "disk space", "fail", f"{folder} cannot be accessed: {error.strerror}", f"at least {show_size(limit)}", UNSEEN
+        )
     way_out = f"Free space in {folder}, use another run folder, or keep fewer checkpoints (checkpoint.keep)"
-    return at_least("disk space", free, limit, form=_size, way_out=way_out)
+    return at_least("disk space", free, limit, form=show_size, way_out=way_out)
 
 
 def _existing(folder: Path) -> Path:
@@ -154,10 +158,10 @@ def disk_speed(folder: Path, limit: float, *, size: int = 32 << 20) -> Finding:
         seconds = _write(_existing(folder) / f".doctor-{os.getpid()}", size)
     except OSError as error:
         return Finding(
-            "disk speed", "fail", f"cannot be written: {error.strerror}", f"at least {_speed(limit)}", "Use another folder"
+            "disk speed", "fail", f"cannot be written: {error.strerror}", f"at least {show_rate(limit)}", "Use another folder"
         )
     way_out = f"{folder} is slow, so saving will take long. Use a local disk or a faster store, or save less often"
-    return at_least("disk speed", size / seconds, limit, form=_speed, way_out=way_out)
+    return at_least("disk speed", size / seconds, limit, form=show_rate, way_out=way_out)
 
 
 def _write(path: Path, size: int) -> float:
@@ -177,9 +181,11 @@ def _write(path: Path, size: int) -> float:
 def shared_memory(limit: float, folder: Path = Path("/dev/shm")) -> Finding:
     """Check the free space of /dev/shm, for copies of the state and for files of NCCL and gloo."""
     if not folder.is_dir():
-        return Finding("shared memory", "warn", f"there is no {folder}", f"at least {_size(limit)}", "Set fleet.memory_every = 0")
+        return Finding(
+            "shared memory", "warn", f"there is no {folder}", f"at least {show_size(limit)}", "Set fleet.memory_every = 0"
+        )
     way_out = f"Make {folder} larger (`mount -o remount,size=...`; in a container, --shm-size or an emptyDir of medium Memory)"
-    return at_least("shared memory", shutil.disk_usage(folder).free, limit, form=_size, way_out=way_out)
+    return at_least("shared memory", shutil.disk_usage(folder).free, limit, form=show_size, way_out=way_out)
 
 
 def descriptors(limit: int) -> Finding:
@@ -238,10 +244,10 @@ def loopback(limit: float, *, size: int = 64 << 20, patience: float = 10.0, time
     try:
         speed = _send_to_yourself(size, patience)
     except TimeoutError:
-        return Finding("loopback", slow, f"nothing arrived within {patience:g} s", f"at least {_speed(limit)}", way_out)
+        return Finding("loopback", slow, f"nothing arrived within {patience:g} s", f"at least {show_rate(limit)}", way_out)
     except OSError as error:
-        return Finding("loopback", "fail", f"{error.strerror}", f"at least {_speed(limit)}", "Bring the loopback interface up")
-    found = at_least("loopback", speed, limit, form=_speed, way_out=way_out)
+        return Finding("loopback", "fail", f"{error.strerror}", f"at least {show_rate(limit)}", "Bring the loopback interface up")
+    found = at_least("loopback", speed, limit, form=show_rate, way_out=way_out)
     return replace(found, verdict=slow) if found.verdict == "fail" else found
 
 

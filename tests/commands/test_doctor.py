@@ -35,13 +35,34 @@ def test_the_doctor_burns_in_what_there_is(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(("verdict", "status"), [("ok", 0), ("warn", 0), ("fail", 1)])
 def test_the_doctors_status_is_the_worst_finding(monkeypatch: pytest.MonkeyPatch, verdict: Any, status: int):
     findings = [Finding("memory", "ok", "4 GiB", "at least 2 GiB"), Finding("clock", verdict, "off", "at most 1 s", "Set [it]")]
-    monkeypatch.setattr(doctor, "doctor", lambda folder, burn_in, ranks: findings)
+    monkeypatch.setattr(doctor, "doctor", lambda folder, burn_in, ranks, spec: findings)
     result = call("doctor")
     assert result.exit_code == status
     assert "Set [it]" in result.stdout
     assert ("NOT fit" in result.stdout) == (status == 1)
     said = json.loads(call("doctor", "--json").stdout)
     assert (said["ok"], said["worst"], len(said["findings"])) == (status == 0, verdict, 2)
+
+
+def test_the_doctor_checks_the_folders_of_a_runs_files(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The folder of state is there, on a disk slower than the cluster file says; the folder of activations is not."""
+    monkeypatch.setattr("megalith.machine.health.doctor", lambda folder: [])
+    monkeypatch.setattr("megalith.machine.gpus.doctor", list)
+    (tmp_path / "fast.toml").write_text('accelerator = "cpu"\ncount = 1\n[host]\ndisk_bandwidth = 1e15\n')
+    places = ['plan.state.optimizer="disk"', f'plan.state.folder="{tmp_path}"', f'cluster="{tmp_path / "fast.toml"}"']
+    places += ['plan.retain.blocks="disk"', f'plan.retain.folder="{tmp_path / "missing"}"']
+    said = call("doctor", str(run), "--burn-in", "0", "--json", *(text for one in places for text in ("--set", one)))
+    assert said.exit_code == 0, said.stderr
+    found = {one["check"]: one for one in json.loads(said.stdout)["findings"]}
+    for key in ("plan.state.folder", "plan.retain.folder"):
+        assert {key, f"{key}, direct I/O", f"{key}, free space", f"{key}, rate"} <= set(found)
+    assert (found["plan.state.folder"]["verdict"], found["plan.retain.folder"]["verdict"]) == ("ok", "warn")
+    assert "does not exist, so the run would create it in" in found["plan.retain.folder"]["value"]
+    rate = found["plan.state.folder, rate"]
+    assert rate["verdict"] == "warn" and "90 % of host.disk_bandwidth" in rate["limit"] and "/s read" in rate["value"]
+    alone = call("doctor", str(run), "--burn-in", "0", "--json")
+    assert json.loads(alone.stdout)["findings"] == []
+    assert "Give the run file, too" in " ".join(call("doctor", "--set", "plan.data=2").stderr.split())
 
 
 @pytest.fixture
