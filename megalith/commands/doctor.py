@@ -78,16 +78,7 @@ def command(
     if calibrate is not None:
         _calibrate(calibrate, ranks, seconds, overwrite=overwrite, as_json=as_json)
         return 0
-    spec = None
-    if run is not None:
-        from megalith.spec import files  # specifications take 0.2 s to import
-
-        spec = files.load(run, overrides=settings or ()).spec
-    elif settings:
-        raise typer.BadParameter(
-            "--set sets a value of a run file. Give the run file, too: megalith doctor RUN.toml --set KEY=VALUE"
-        )
-    findings = doctor(folder, burn_in=burn_in, ranks=ranks, spec=spec)
+    findings = doctor(folder, burn_in=burn_in, ranks=ranks, spec=_spec(run, settings or ()))
     verdict = worst(findings)
     place = environment.find()
     if place is None or place.rank == 0:
