@@ -45,10 +45,15 @@ def command(
     With --random, draws combinations of models, data, context, tensor, pipeline and expert parallelism, recomputation and sites, on up to 8
     ranks.
 
+    Under torchrun or srun this process becomes one of the ranks, and the first rank prints the result.
+
     Example:  megalith parity run.toml --set plan.tensor=2
 
     Any combination:  megalith parity --random 20 --seed 7
     """
+    from megalith.fleet import environment
+
+    place = environment.find()
     if random is not None:
         unused = {"RUN.toml": run, "--set": settings, "--steps": steps, "--run-dir": run_dir}
         if wrong := [name for name, value in unused.items() if value is not None]:
@@ -62,10 +67,11 @@ def command(
         raise typer.BadParameter("--seed chooses the draws of --random N. For a run file, use --set train.seed=1.")
     else:
         found = parity(RunRequest(run, settings or (), run_dir), steps=steps or 3)
-    if as_json:
-        print_json({"ok": found["equal"]} | found)
-    else:
-        _show(found) if random is None else _show_draws(found)
+    if place is None or place.rank == 0:
+        if as_json:
+            print_json({"ok": found["equal"]} | found)
+        else:
+            _show(found) if random is None else _show_draws(found)
     return 0 if found["equal"] else 1
 
 

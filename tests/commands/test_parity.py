@@ -11,6 +11,8 @@ from megalith.commands import parity
 from megalith.commands.shared.arguments import RunRequest
 from megalith.control import supervisor
 from megalith.control.outcome import Outcome
+from megalith.fleet import environment
+from megalith.fleet.environment import Place
 from megalith.fleet.exit_codes import ExitCode
 from megalith.spec.problem import SpecErrors
 from tests.commands.calling import call
@@ -77,6 +79,16 @@ def test_parity_fails_on_a_gap(monkeypatch: pytest.MonkeyPatch, equal: bool, sta
     assert ("NOT equal in bf16: the plan changes the result" in result.stdout) == (not equal)
     told = json.loads(call("parity", "run.toml", "--json", "--steps", "2").stdout)
     assert (told["steps"], told["precision"]) == (2, "bf16")
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=str)
+def test_of_the_ranks_that_torchrun_started_only_the_first_speaks(monkeypatch: pytest.MonkeyPatch, options: list[str]):
+    monkeypatch.setattr(parity, "parity", lambda request, **_: {"equal": False, "precision": "fp32", "rows": []})
+    for rank in range(2):
+        monkeypatch.setattr(environment, "find", lambda rank=rank: Place(rank, 2, rank, 2, "torchrun", "tcp://localhost:1", "g"))
+        result = call("parity", "run.toml", *options)
+        assert result.exit_code == 1
+        assert bool(result.output) == (rank == 0)
 
 
 def proven(outcome: str, name: str = "dense; data 2 shards") -> dict[str, Any]:
