@@ -53,7 +53,7 @@ def test_without_faults_only_the_steps_take_time(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_every_kind_of_fault_can_be_played(tmp_path: Path) -> None:
     """Each fault comes alone, at step 20. The run ends, and has a restart if the fault needs one."""
-    in_place = {"nan", "full", "shard"}
+    in_place = {"nan", "full", "shard", "slow-disk"}
     for kind, what in KINDS.items():
         folder = shutil.copytree(CAMPAIGN, tmp_path / kind)
         one = {
