@@ -15,7 +15,7 @@ from megalith.spec.phases import Phases
 from megalith.spec.plan import AUTO, Plan, StateSpec, segment_size
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import kept, outer_slots
-from megalith.spec.sizes import Count, count_model
+from megalith.spec.sizes import Count, block_parameters, count_model
 from megalith.spec.state import DISK_SLOTS, LOWER, MASTER, UPPER, Slot, bytes_each, bytes_of, gradient
 from megalith.spec.treatment import kinds, masters_of, slots_of
 
@@ -160,6 +160,28 @@ def weights_elsewhere_are_gathered(case: Case) -> Found:
         yield error(key, state.weights, reason, 'Use optimizer.master = "fp32", or weights = "device".')
 
 
+def vocabulary_is_cut(case: Case) -> Found:
+    """The loss can be computed in tiles of the vocabulary, and is, where a table would be the largest part in memory."""
+    model, rows, key = case.model, case.spec.train.vocab_tile, "train.vocab_tile"
+    if rows and case.spec.train.loss is not None:
+        reason = (
+            f"computes the loss from a few columns of logits at a time, but {case.spec.train.loss} (train.loss) needs whole rows"
+        )
+        yield error(key, rows, reason, "Use vocab_tile = 0, or remove train.loss.")
+    if rows and model is not None and model.head.ahead is not None:
+        reason = "computes one loss in tiles, but multi-token prediction computes several losses with the same output layer"
+        yield error(key, rows, reason, "Use vocab_tile = 0, or a model without multi-token prediction.")
+    if rows or model is None or model.head.tied or model.head.ahead is not None or not case.plan.cuts_tables:
+        return
+    table, width = model.embedding.vocab * model.dim, PRECISIONS[case.spec.train.precision].compute.width
+    block = max(sum(each.numel for each in block_parameters(block, model.dim)) for block in case.blocks)
+    if table > block and case.spec.train.loss is None:
+        sizes = f"{format_bytes(width * table)}, and of a block {format_bytes(width * block)}"
+        reason = f"keeps the embedding's and the head's table whole while they compute: weights of {sizes}"
+        way_out = f"vocab_tile = {max(1, block // model.dim)} reads, computes and updates them in tiles; its sums round in another order."
+        yield advice(key, rows, reason, way_out)
+
+
 def released_gradients_can_be_taken_back(case: Case) -> Found:
     """With `plan.state.release`, an update inside the backward can be undone, and freeing gradients there saves memory."""
     state, spec, key = case.plan.state, case.spec, "plan.state.release"
@@ -286,7 +308,8 @@ def rank_bytes(case: Case) -> float:
         places, 2
     )  # embedding and head are on two ranks
     each = bytes_each([gradient(case.spec.train.gradients)])
-    part = max(_ends(case).total / 2, blocks.total / len(case.model.blocks) / max(1, plan.expert)) / plan.tensor
+    ends = 0 if case.spec.train.vocab_tile and plan.cuts_tables else _ends(case).total / 2
+    part = max(ends, blocks.total / len(case.model.blocks) / max(1, plan.expert)) / plan.tensor
     return state + activation_bytes(case).near + 2 * part * (each * (plan.dp_size > 1) + each)
 
 

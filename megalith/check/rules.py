@@ -244,6 +244,7 @@ RULES: tuple[Rule, ...] = (
     Rule("memory", memory.optimizer_is_sharded),
     Rule("memory", memory.state_elsewhere_can_be_had),
     Rule("memory", memory.weights_elsewhere_are_gathered),
+    Rule("memory", memory.vocabulary_is_cut),
     Rule("memory", memory.disk_takes_the_state),
     Rule("memory", memory.released_gradients_can_be_taken_back),
     Rule("memory", memory.released_gradients_are_updated_by_parts),

@@ -1,11 +1,18 @@
 """Bytes of the weights of a part that ZeRO gathers: two or four bytes a number, or one byte if layers are gathered in 8 bits. No torch."""
 
 from math import prod
+from typing import TYPE_CHECKING
 
 from megalith.cost.parts import Numbers, Parts
 from megalith.cost.profile import MultipliedWeight, Profile
 from megalith.cost.workload import Narrow, Workload
 from megalith.spec.numbers import SCALE_BYTES, whole_tiles
+
+if TYPE_CHECKING:
+    from megalith.cost.memory import RankParts
+
+TILES = 2
+"""Number of tiles of a table that are in memory at once: one is used while the next one is read."""
 
 
 def gathered(workload: Workload, profile: Profile, block: int | None) -> Numbers:
@@ -21,6 +28,13 @@ def gathered(workload: Workload, profile: Profile, block: int | None) -> Numbers
 def wide(workload: Workload, weights: Numbers) -> Numbers:
     """Return the bytes of weights in the compute format."""
     return Numbers(workload.width * weights.dense, workload.width * weights.expert)
+
+
+def ends(workload: Workload, traced: Parts, here: "RankParts", *, tiles: int = 0) -> tuple[float, float]:
+    """Return the numbers of weights of the embedding and of the head that are in memory at once, if these parts are on this rank. `tiles`:
+    the number of tiles in memory, if tables are read in tiles."""
+    less = workload.cut - tiles * workload.tile_numbers
+    return traced.embedding.weights - less if here.embedding else 0.0, sum(traced.output) - less if here.head else 0.0
 
 
 def widths(workload: Workload, traced: Parts) -> Numbers:

@@ -27,6 +27,10 @@ BUFFERS = 3
 """Number of chunks of state that are in memory at once."""
 
 
+TABLES = ("embedding.weight", "head.output.weight")
+"""Parameters whose chunks end where tiles end, if tables are read in tiles."""
+
+
 def held(workload: Workload, numbers: float) -> float:
     """Bytes of host memory for this many parameters: their state, and the buffers of gradients and weights in transfer."""
     return numbers * (workload.state_bytes + _carried(workload))
@@ -39,7 +43,9 @@ def streamed(workload: Workload) -> float:
     if state.optimizer != "disk":
         return 0.0
     split = plan.tensor * (workload.shards[0] if plan.zero else 1)
-    largest = max(each.numel for each in model_parameters(workload.model).values()) / split
+    cut = TABLES if workload.cut else ()
+    sizes = {name: each.numel / split for name, each in model_parameters(workload.model).items()}
+    largest = max(min(size, workload.tile_numbers) if name in cut else size for name, size in sizes.items())
     piece = largest if OPTIMIZERS[workload.optimizer].unit != "element" else min(largest, state.chunk * MIB / 4)
     return piece * (BUFFERS * workload.state_bytes + bytes_each([MASTER]) * bool(state.weights_away))
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from megalith import schedule as schedules
 from megalith.cost import host, released, update
 from megalith.cost.constants import SoftwareOverheads
+from megalith.cost.gathered import TILES, ends
 from megalith.cost.kept import kept
 from megalith.cost.narrow.ways import rounding_bytes
 from megalith.cost.parts import Numbers, Parts, Segments
@@ -258,19 +259,14 @@ def _added_up(workload: Workload, parts: Parts, here: RankParts) -> float:
         return 0.0
     of = [part.weights + part.expert_weights for part in parts.blocks]
     chunks = [sum(of[kind] * times for kind, times in chunk) for chunk in here.chunks]
-    first, last = _ends(parts, here)
+    first, last = ends(workload, parts, here)
     return workload.gradient_bytes * max(chunks[0] + first, *chunks, chunks[-1] + last)
-
-
-def _ends(parts: Parts, here: RankParts) -> tuple[float, float]:
-    """Numbers of weights of the embedding and of the head, if they are on this rank."""
-    return float(parts.embedding.weights) if here.embedding else 0.0, float(sum(parts.output)) if here.head else 0.0
 
 
 def _released(workload: Workload, parts: Parts, here: RankParts) -> float:
     """Bytes of gradients that are released part by part, with the buffers that send them."""
     embedding = float(parts.embedding.weights)
-    largest = max(_own(parts, here).largest, *_ends(parts, here))
+    largest = max(_own(parts, here).largest, *ends(workload, parts, here, tiles=1))
     waiting = released.waiting(workload, embedding, first=here.embedding, last=here.head)
     return released.held(workload, largest) + released.in_transit(workload, largest) + waiting
 
@@ -422,7 +418,7 @@ def whole_bytes(workload: Workload, parts: Parts, here: RankParts) -> float:
     instead of a block."""
     largest, (shards, _) = _own(parts, here).largest, workload.shards
     if workload.plan.zero == 3 and workload.plan.state.weights_away:
-        return workload.width * (largest + max(largest, *_ends(parts, here)))
+        return workload.width * (largest + max(largest, *ends(workload, parts, here, tiles=TILES)))
     gathered = 1.0 if shards > 1 else 1 - workload.lasting
     if workload.plan.zero != 3 or not gathered:
         return 0.0

@@ -8,6 +8,7 @@ from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
 from megalith.cost import released
+from megalith.cost.gathered import TILES
 from megalith.cost.parts import Numbers, Parts
 from megalith.cost.profile import Phase, Profile
 from megalith.cost.update import opened_bytes
@@ -43,6 +44,13 @@ class Part(NamedTuple):
     """Bytes of the part's weights when they are gathered."""
     away: OffloadedBytes
     """Bytes of the forward's saved tensors that are offloaded until the part's backward."""
+    cut: float = 0.0
+    """Number of the part's weights that are read in tiles, and never gathered."""
+
+    @property
+    def whole(self) -> Numbers:
+        """Numbers of weights that are in memory all at once."""
+        return Numbers(self.weights.dense - self.cut, self.weights.expert)
 
 
 class MemoryPoint(NamedTuple):
@@ -150,7 +158,7 @@ class _Timeline:
             saved.append(sum(one.saved for one in part.profiles))
             whole = part.profiles[0] is self.traced.embedding
             deferred.append(sum(one.saved + one.output if whole else one.deferred for one in part.profiles))
-            inside.append(max(0.0 if one is head else one.working for one in part.profiles))
+            inside.append(max(0.0 if one is head and not self.workload.tile else one.working for one in part.profiles))
             if again is not None and part.block is not None:
                 run = before[part.block]
                 graphs = sum(again.inside[number].saved for number in run) - self.traced.blocks[run[0]].saved
@@ -185,8 +193,8 @@ class _Timeline:
         for number, part in enumerate(stage.parts):
             self.kept += stage.saved[number]
             if part.away.size or part is stage.parts[-1]:
-                logits = head.working if any(one is head for one in part.profiles) else 0.0
-                yield self.moment(weights=_times(part.weights, self.gathers), activations=logits)
+                logits = head.working if any(one is head for one in part.profiles) and not self.workload.tile else 0.0
+                yield self.moment(weights=_times(part.whole, self.gathers), activations=logits)
             self.move(part.away)
         if stage.last.size:
             yield self.moment()  # now the most is elsewhere
@@ -198,8 +206,10 @@ class _Timeline:
         narrow = self.workload.width < self.workload.gradient_bytes
         for number, part in reversed([*enumerate(stage.parts)]):
             weights, messages = self._gathered(part, stage.parts[number - 1] if number else None)
-            new = self.workload.gradient_bytes * sum(part.weights)
-            made = self.workload.width * sum(part.weights) if narrow else 0.0 if stage.sums[number] else new
+            new = self.workload.gradient_bytes * sum(part.whole)
+            made = self.workload.width * sum(part.whole) if narrow else 0.0 if stage.sums[number] else new
+            made += self._share_of_tiles(part, stage.shares[number])
+            messages += self._tiles(part)
             self.move(stage.coming[number], -begins)
             computes = forms if part.profiles[0] is self.traced.embedding else begins
             held = self.moment(weights=weights, gradients=made * forms + self.waits, activations=stage.inside[number] * computes)
@@ -222,8 +232,9 @@ class _Timeline:
     def reduced(self, stage: _Stage, number: int) -> MemoryPoint:
         """Count the reduction of a part's gradients. Return the moment at which all buffers exist."""
         part = stage.parts[number]
-        joined, mine = _times(part.weights, self.joins), _times(part.weights, self.shares)
         first, release = not stage.shares[number], self.workload.plan.state.release
+        mine = _times(part.whole if release else part.weights, self.shares)
+        joined = _times(part.weights, self.joins)
         if release and joined:
             self.arrived.append(mine)
         elif joined:
@@ -232,17 +243,30 @@ class _Timeline:
         held = self.moment()
         held = held._replace(buffers=held.buffers + joined)
         if release and not joined:
-            self.arrived.append(mine)  # while its update runs
+            last = self.workload.gradient_bytes * self.workload.tile_numbers if part.cut else 0.0
+            self.arrived.append(max(mine, last))  # while its update runs
         stage.sums[number], stage.shares[number], self.joined = 0.0, 0.0 if release else mine, joined
         return held
+
+    def _share_of_tiles(self, part: Part, share: float) -> float:
+        """Bytes of the gradient to which gradients of tiles are added, if it is new."""
+        return 0.0 if share or self.workload.plan.state.release else self.workload.gradient_bytes * part.cut
+
+    def _tiles(self, part: Part) -> float:
+        """Bytes of the tiles of a part in its backward: weights that the head reads again, a gradient, and a gradient that is released."""
+        if not part.cut:
+            return 0.0
+        read = 0 if part.profiles[0] is self.traced.embedding else TILES * self.workload.width
+        gradients = 1 + released.UPDATED * self.workload.plan.state.release
+        return self.workload.tile_numbers * (read + gradients * self.workload.gradient_bytes)
 
     def _gathered(self, part: Part, before: Part | None) -> tuple[float, float]:
         """Return the bytes of gathered weights while a part computes, and the bytes of the messages that gather the part
         before it."""
-        weights, messages = _times(part.weights, self.gathers), 0.0
+        weights, messages = _times(part.whole, self.gathers), 0.0
         if before is not None:
             alone = Numbers(*(size * (1 - sends) for size, sends in zip(self.gathers, self.sends, strict=True)))
-            weights += _times(before.weights, alone)
+            weights += _times(before.whole, alone)
             messages += _times(before.gathered, self.sends)
         return weights, messages
 

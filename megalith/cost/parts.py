@@ -294,8 +294,8 @@ def _seen(block: BlockSpec | None, layout: Layout) -> Layout:
         unseen |= {"defers_recomputed": True}
     if block is None:
         unseen |= {"recompute": "none", "actions": (), "rest": "host", "rounded_tile": 128}
-    else:  # the head's alone
-        unseen |= {"loss": "fused"}
+    else:  # the head's alone, or the embedding's too
+        unseen |= {"loss": "fused", "tile": 0, "cut": False}
     return replace(layout, **unseen)
 
 
@@ -341,7 +341,8 @@ def _chunks(key: Key) -> _Line | None:
     not the division of tokens into sequences or among context ranks."""
     layout, head = key.layout, key.model.head
     tokens = layout.microbatch * (layout.seq_len // layout.context)
-    rows = chunk_rows(head.vocab // layout.tensor, capped=head.softcap is not None)
+    vocab = head.vocab // layout.tensor
+    rows = chunk_rows(min(layout.tile, vocab) or vocab, capped=head.softcap is not None)
     sequences = min(layout.microbatch, 2)
     shared = sequences * (layout.tensor if layout.sequence else 1)
     step = shared // gcd(rows, shared)  # chunks that tensor ranks and sequences share evenly

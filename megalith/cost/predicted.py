@@ -4,7 +4,7 @@ bytes of collectives by axis, FLOPs. The figures have the names that `prove.mete
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 from typing import Any
 
@@ -166,7 +166,7 @@ def workload_of(spec: RunSpec) -> Workload:
     cluster, batch = clusters.load(named), within(spec).train.global_batch
     format, narrow = computed(train.precision, spec.precision)
     rules = {"optimizer": optimizer.kind, "moments": optimizer.small, "master": optimizer.master, "gradients": train.gradients}
-    rules |= {"outer": outer_slots(spec.sites), "narrow": narrow}
+    rules |= {"outer": outer_slots(spec.sites), "narrow": narrow, "vocab_tile": train.vocab_tile}
     return decided(Workload(model, spec.plan, cluster, train.seq_len, batch, format, TRAINER, **rules))
 
 
@@ -191,7 +191,7 @@ def _here(workload: Workload, traced: Parts, place: int) -> _Here:
         actions=tuple(action for slot in row for action in actions_of(slot)),
         stages={stage: tuple(chain(*profiles[where])) for stage, where in own.items()},
         parts={
-            stage: tuple(map(_part, numbers[where], profiles[where], weights[where], sent[where], away[stage]))
+            stage: tuple(map(partial(_part, workload), numbers[where], profiles[where], weights[where], sent[where], away[stage]))
             for stage, where in own.items()
         },
         weights={stage: tuple(chain(*weights[where])) for stage, where in own.items()},
@@ -238,11 +238,16 @@ def _segments(traced: Parts, where: slice) -> tuple[tuple[int, ...], ...]:
 
 
 def _part(
-    block: int | None, profiles: tuple[Profile, ...], weights: Sequence[Numbers], sent: Sequence[Numbers], away: OffloadedBytes
+    workload: Workload,
+    block: int | None,
+    profiles: tuple[Profile, ...],
+    weights: Sequence[Numbers],
+    sent: Sequence[Numbers],
+    away: OffloadedBytes,
 ) -> Part:
     """Return a part with the sums over its buckets of weights."""
     whole, bytes = (Numbers(*map(sum, zip(*each, strict=True))) for each in (weights, sent))
-    return Part(block, profiles, whole, bytes, away)
+    return Part(block, profiles, whole, bytes, away, workload.cut if block is None else 0)
 
 
 def _head(traced: Parts) -> tuple[Profile, ...]:

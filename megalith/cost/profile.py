@@ -269,3 +269,7 @@ class Layout:
     """True if the activations of `packed` layers also keep their factors in 8 bits."""
     low_precision_kept: bool = False
     """True if experts' activations and attention's output are also kept in fewer bits: `workload.SoftwareProfile.low_precision_kept`."""
+    tile: int = 0
+    """Number of rows of the vocabulary for which the head computes the loss at once; 0: all rows."""
+    cut: bool = False
+    """True if the embedding's table is read in tiles of as many rows."""

@@ -22,6 +22,7 @@ from megalith.cost.recorder import FUSED, Recorder, bytes_of, leaves
 from megalith.kernels.cross_entropy import Loss
 from megalith.kernels.deferred import Queue, deferring
 from megalith.kernels.permute import Order
+from megalith.kernels.tiled import ResidentTable
 from megalith.models.batch import Batch
 from megalith.models.core import CausalCore
 from megalith.models.embedding import Lookup
@@ -120,6 +121,8 @@ def trace_head(model: ModelSpec, layout: Layout) -> Profile:
         recorder = Recorder(layout.width)
         split(stage.head, recorder, layout)
         swap_kernels(stage.head, layout)
+        if layout.tile:
+            stage.head.output.table = _Dropped(stage.head.output.weight, layout.tile)
         if layout.loss != "chunked":
             stage.head.output.loss = Copied() if layout.loss == "copied" else LossAtOnce(layout.loss == "whole")  # pyright: ignore[reportAttributeAccessIssue]
         return _run(stage, stage.head, recorder, layout, model, inputs=_activation(layout, model.dim), block=None)
@@ -135,7 +138,16 @@ def trace_embedding(model: ModelSpec, layout: Layout) -> Profile:
         split(embedding, recorder, layout)
         if layout.regather:  # with Megatron-LM every tensor rank holds the whole table
             embedding.positions, embedding.position_lookup = positions, Lookup()
+        if layout.cut:
+            embedding.table = _Dropped(embedding.weight, layout.tile)
         return _run(stage, embedding, recorder, layout, model, inputs=None, block=None)
+
+
+class _Dropped(ResidentTable):
+    """A table whose gradient is not counted: `memory_timeline` counts gradients of weights."""
+
+    def give(self, rows: range, gradient: Tensor) -> None:
+        """Drop the gradient of a tile."""
 
 
 class _Unfilled(TorchFunctionMode):

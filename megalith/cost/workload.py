@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from megalith.cost.profile import Layout
+from megalith.kernels.chunks import tile_rows
 from megalith.mesh import Mesh
 from megalith.schedule import representative_microbatches
 from megalith.schedule.table import kind
@@ -177,6 +178,27 @@ class Workload:
     """True if the weights get no gradient (LoRA adapters on frozen weights)."""
     outer: tuple[Slot, ...] = ()
     """Tensors that merges with other sites keep for each weight (`spec.sites.outer_slots`)."""
+    vocab_tile: int = 0
+    """The run's `train.vocab_tile`."""
+
+    @cached_property
+    def tile(self) -> int:
+        """Number of rows of the vocabulary for which the head computes the loss at once; 0: all rows."""
+        return tile_rows(self.vocab_tile, self.model.dim) if self.software_profile.ours else 0
+
+    @cached_property
+    def cut(self) -> int:
+        """Number of a rank's weights in the embedding's table, and in the head's, if these tables are read in tiles and never gathered
+        (`parallel.tables`); otherwise 0."""
+        kind, rows = OPTIMIZERS[self.optimizer], self.model.embedding.vocab // self.plan.tensor
+        whole = OPTIMIZERS[kind.rest or self.optimizer].unit != "element"
+        may = self.plan.cuts_tables and self.width < bytes_each([MASTER]) and not (self.halved or whole or self.model.head.tied)
+        return rows * self.model.dim if may and 0 < self.tile < rows else 0
+
+    @property
+    def tile_numbers(self) -> int:
+        """Number of weights in a tile of a table that is read in tiles; 0 if there is no such table."""
+        return self.tile * self.model.dim if self.cut else 0
 
     @cached_property
     def merged_bytes(self) -> dict[Place, float]:
@@ -303,4 +325,6 @@ class Workload:
             width=self.width,
             kept=PRECISIONS[self.format].factors.width,
             low_precision_kept=software_profile.low_precision_kept,
+            tile=self.tile,
+            cut=self.cut > 0,
         )

@@ -7,16 +7,20 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from megalith.kernels.tiled import Table, look_up
 from megalith.models.batch import Batch
 from megalith.models.norm import norm
 from megalith.spec.model import EmbeddingSpec
 
 
 class Lookup(nn.Module):
-    """Looks up rows of a table. Vocabulary parallelism replaces this module."""
+    """Looks up rows of a table. Vocabulary parallelism replaces this module. `table`: reads the rows of `weight` in tiles; None: `weight`
+    is in memory."""
 
-    def forward(self, tokens: Tensor, weight: Float[Tensor, "vocab dim"]) -> Float[Tensor, "batch seq dim"]:
-        return F.embedding(tokens, weight)
+    def forward(
+        self, tokens: Tensor, weight: Float[Tensor, "vocab dim"], table: Table | None = None
+    ) -> Float[Tensor, "batch seq dim"]:
+        return F.embedding(tokens, weight) if table is None else look_up(tokens, weight, table)
 
 
 class Embedding(nn.Module):
@@ -31,6 +35,7 @@ class Embedding(nn.Module):
         super().__init__()
         self.scale = spec.scale
         self.weight = nn.Parameter(torch.empty(spec.vocab, dim))
+        self.table: Table | None = None  # reads the rows in tiles, if the table is not in memory
         self.lookup: nn.Module = Lookup()
         self.register_parameter("positions", nn.Parameter(torch.empty(spec.positions, dim)) if spec.positions else None)
         self.position_lookup: nn.Module = Lookup()
@@ -38,7 +43,7 @@ class Embedding(nn.Module):
         self.norm = norm(dim, spec.norm) if spec.norm else None
 
     def forward(self, tokens: Tensor, batch: Batch) -> Float[Tensor, "batch seq dim"]:
-        x = self.lookup(tokens, self.weight)
+        x = self.lookup(tokens, self.weight) if self.table is None else self.lookup(tokens, self.weight, self.table)
         if self.scale != 1.0:
             x = x * self.scale
         if self.positions is not None:

@@ -1,6 +1,7 @@
 """The last part: final norm, projection onto the vocabulary, the loss, and multi-token prediction (MTP)."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from megalith.kernels.cross_entropy import Loss, TokenLoss, cross_entropy, finish
 from megalith.kernels.multiply import Multiply
+from megalith.kernels.tiled import ResidentTable, Table, tiled_cross_entropy
 from megalith.models.batch import Batch
 from megalith.models.block import Block
 from megalith.models.embedding import Embedding
@@ -21,7 +23,7 @@ class CrossEntropy(nn.Module):
     replaces this module.
 
     `multiply` computes the products with the weight; `logit_scale` and `softcap` are passed to `kernels.cross_entropy.finish`. `of_token`
-    is the user's own loss function for a token, if the run has one.
+    is the user's own loss function for a token, if the run has one. With a `table`, the loss is computed in its tiles.
     """
 
     of_token: TokenLoss | None = None
@@ -33,22 +35,16 @@ class CrossEntropy(nn.Module):
         batch: Batch,
         *,
         multiply: Multiply,
-        logit_scale: float = 1.0,
-        softcap: float | None = None,
+        table: Table | None = None,
+        **finishing: float,
     ) -> Loss:
         assert batch.targets is not None
-        return cross_entropy(
-            x.flatten(0, 1),
-            weight,
-            batch.targets.flatten(),
-            scale=batch.loss_scale,
-            z_loss=batch.z_loss,
-            gradient_scale=batch.gradient_scale,
-            logit_scale=logit_scale,
-            softcap=softcap,
-            multiply=multiply,
-            of_token=self.of_token,
-        )
+        how: dict[str, Any] = {"multiply": multiply, **finishing}
+        how |= {"scale": batch.loss_scale, "z_loss": batch.z_loss, "gradient_scale": batch.gradient_scale}
+        tokens, targets = x.flatten(0, 1), batch.targets.flatten()
+        if table is not None:
+            return tiled_cross_entropy(tokens, weight, table, targets, **how)
+        return cross_entropy(tokens, weight, targets, of_token=self.of_token, **how)
 
 
 class Output(nn.Module):
@@ -59,6 +55,8 @@ class Output(nn.Module):
         self.weight = nn.Parameter(torch.empty(spec.vocab, dim))
         self.multiply = Multiply()
         self.loss = CrossEntropy()
+        self.tile = 0  # rows of the vocabulary for which the loss is computed at once; 0: all
+        self.table: Table | None = None  # reads the weight in tiles, if it is not in memory
         self.finishing: dict[str, float] = {}  # the operations between the products with the weight and the logits
         if spec.scale != 1.0:
             self.finishing["logit_scale"] = spec.scale
@@ -67,7 +65,11 @@ class Output(nn.Module):
 
     def forward(self, x: Float[Tensor, "batch seq dim"], batch: Batch) -> Tensor | Loss:
         if batch.targets is not None:
-            return self.loss(x, self.weight, batch, multiply=self.multiply, **self.finishing)
+            table = ResidentTable(self.weight, self.tile) if self.table is None and self.tile else self.table
+            return self.loss(x, self.weight, batch, multiply=self.multiply, table=table, **self.finishing)
+        if self.table is not None:
+            products = torch.cat([self.multiply.fprop(x, tile) for tile in self.table.read()], dim=-1)
+            return finish(products, **self.finishing)
         return finish(self.multiply(x, self.weight), **self.finishing)
 
 

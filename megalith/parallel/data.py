@@ -110,6 +110,8 @@ class Weight:
         self._aside: Callable[[], Tensor] | None = None  # brings the master weights back, which wait elsewhere
         self.source: Source | None = None
         """The master weights from which each gather computes the share; None if the share is kept between gathers."""
+        self.cut = False
+        """True if the weight is read in tiles (`parallel.tables`), and never gathered."""
         if dtypes.compute != compute.dtype:
             compute.data = compute.data.to(dtypes.compute)
         self.bytes = compute.numel() * compute.element_size()
@@ -122,8 +124,8 @@ class Weight:
 
     @property
     def resident(self) -> bool:
-        """True if the compute tensor is always whole, so that it is never gathered."""
-        return self.aliased or (self._moved is not None and self.mesh.size(1) == 1)
+        """True if the weight is never gathered, because the compute tensor is always whole, or never."""
+        return self.aliased or self.cut or (self._moved is not None and self.mesh.size(1) == 1)
 
     @property
     def gathered_as(self) -> Scaling | None:
@@ -215,6 +217,12 @@ class Weight:
             self.master.grad = self._wrap(share)
         else:
             local(self.master.grad).add_(share)
+
+    def add_rows(self, rows: range, gradient: Tensor) -> None:
+        """Add a reduced gradient of these rows of the share to the master's gradient."""
+        if self.master.grad is None:
+            self.master.grad = self._wrap(torch.full_like(local(self.master), -0.0, dtype=self.sums))  # -0 + x is x, bit for bit
+        local(self.master.grad)[rows.start : rows.stop].add_(gradient)
 
     def accumulate_gradient(self) -> None:
         """After a backward, add its gradient to `total`, if gradients are summed in another dtype."""
@@ -404,16 +412,17 @@ class Bucket:
         if not there:
             return None
         if self.size == 1 and self.replicate_group.size() == 1:
-            if self._take_in(there, grads):
+            if self.take_in(there, grads):
                 for weight, grad in zip(self.weights, grads, strict=True):
                     if grad is not None:
                         weight.add(grad)
                 self._hand_on()
             return None
         flat = self._together(grads)  # looked at while it is in the cache
-        return Reduction(flat, self.shard_group, self.replicate_group, self.finish) if self._take_in([flat], grads) else None
+        return Reduction(flat, self.shard_group, self.replicate_group, self.finish) if self.take_in([flat], grads) else None
 
-    def _take_in(self, looked_at: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
+    def take_in(self, looked_at: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
+        """Pass gradients to `probe` and `observe`; return False if they must be dropped."""
         if self.probe is not None and not self.probe(looked_at):
             return False
         if self.observe is not None:

@@ -107,6 +107,14 @@ def norms_of(grads: Iterable[Tensor]) -> list[Norms]:
     return [*map(Norms, torch._foreach_norm(rests, dtype=torch.float32), rows)] if rests else []
 
 
+def norms_of_piece(piece: Tensor, before: Norms | None) -> Norms:
+    """Measure the next flat piece of a large gradient, each of whose pieces but the last one has a multiple of `ROW` elements. `before`:
+    the norms of the pieces before it. On a CPU, the last result is the same as that of `norms_of` for the whole gradient."""
+    whole, rest = piece.split([piece.numel() // ROW * ROW, piece.numel() % ROW])
+    rows = tuple(torch.linalg.vector_norm(some, dim=1, dtype=torch.float32) for some in whole.view(-1, ROW).split(ROWS))
+    return Norms(torch._foreach_norm([rest], dtype=torch.float32)[0], (*(before.rows if before is not None else ()), *rows))
+
+
 def total_of(norms: Sequence[Norms]) -> Tensor:
     """Return the sum of squares of all gradients, from their `norms`: an fp64 scalar, with a relative error below 1e-6."""
     if not norms:

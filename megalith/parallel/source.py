@@ -15,16 +15,16 @@ Put: TypeAlias = Callable[[Tensor], Callable[[], Tensor]]
 class Source:
     """The master weights of one share of a parameter."""
 
-    pieces: Callable[[], Iterator[tuple[int, Tensor]]]
-    """Yields the master weights in flat pieces, in order, each with the index of its first element. A piece is valid until the next one is
-    requested."""
+    pieces: Callable[[int, int], Iterator[tuple[int, Tensor]]]
+    """Function of the index of a first element and a number of elements. It yields these master weights in flat pieces, in order, each with
+    the index of its first element. A piece is valid until the next one is requested."""
     reader: Executor | None = None
     """The thread that reads the weights while the previous part computes; None: the weights are read when they are needed."""
 
-    def read(self, into: Tensor) -> None:
-        """Write the share, rounded to the format of `into`."""
+    def read(self, into: Tensor, start: int = 0) -> None:
+        """Write the share, rounded to the format of `into`: as many elements as `into` has, from element `start` on."""
         flat = into.view(-1) if into.is_contiguous() else into.new_empty(into.numel())
-        for first, numbers in self.pieces():
-            flat[first : first + numbers.numel()].copy_(numbers)
+        for first, numbers in self.pieces(start, into.numel()):
+            flat[first - start : first - start + numbers.numel()].copy_(numbers)
         if not into.is_contiguous():
             into.copy_(flat.view(into.shape))

@@ -8,6 +8,7 @@ it. A new model that consists of known modules needs no new row in `LAYOUT`.
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from megalith.kernels.cross_entropy import Loss, TokenLoss, cross_entropy
 from megalith.kernels.multiply import Multiply
+from megalith.kernels.tiled import Table, look_up, tiled_cross_entropy
 from megalith.models.alibi import Alibi
 from megalith.models.batch import Batch
 from megalith.models.block import Attention
@@ -258,8 +260,10 @@ class VocabularyLookup(nn.Module):
         super().__init__()
         self.rank = rank
 
-    def forward(self, tokens: Tensor, weight: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, weight: Tensor, table: Table | None = None) -> Tensor:
         here = tokens - self.rank * weight.shape[0]
+        if table is not None:
+            return look_up(here, weight, table)
         mine = (here >= 0) & (here < weight.shape[0])
         return F.embedding(here * mine, weight) * mine.unsqueeze(-1)
 
@@ -281,25 +285,17 @@ class VocabularyCrossEntropy(nn.Module):
         batch: Batch,
         *,
         multiply: Multiply,
-        logit_scale: float = 1.0,
-        softcap: float | None = None,
+        table: Table | None = None,
+        **finishing: float,
     ) -> Loss:
         assert batch.targets is not None
-        return cross_entropy(
-            x.flatten(0, 1),
-            weight,
-            batch.targets.flatten(),
-            scale=batch.loss_scale,
-            z_loss=batch.z_loss,
-            gradient_scale=batch.gradient_scale,
-            offset=self.split.rank * weight.shape[0],
-            reduce=self.split.reduce,
-            logit_scale=logit_scale,
-            softcap=softcap,
-            multiply=multiply,
-            of_token=self.of_token,
-            gather=lambda columns: gather(columns, self.split.group, dim=1),
-        )
+        how: dict[str, Any] = {"multiply": multiply, "offset": self.split.rank * weight.shape[0], "reduce": self.split.reduce}
+        how |= {"scale": batch.loss_scale, "z_loss": batch.z_loss, "gradient_scale": batch.gradient_scale, **finishing}
+        tokens, targets = x.flatten(0, 1), batch.targets.flatten()
+        if table is not None:
+            return tiled_cross_entropy(tokens, weight, table, targets, **how)
+        gathered = partial(gather, group=self.split.group, dim=1)
+        return cross_entropy(tokens, weight, targets, of_token=self.of_token, gather=gathered, **how)
 
 
 def vocabulary_embedding(module: nn.Module, split: Split, owner: nn.Module) -> None:

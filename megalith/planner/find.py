@@ -73,7 +73,7 @@ def find(
     found = search(
         request.model, request.cluster, seq_len=train.seq_len, global_batch=train.global_batch, format=format, narrow=narrow,
         optimizer=request.run.optimizer.kind, moments=request.run.optimizer.small, master=request.run.optimizer.master,
-        gradients=train.gradients, outer=outer(request.sites), software=request.software,
+        gradients=train.gradients, outer=outer(request.sites), vocab_tile=train.vocab_tile, software=request.software,
         top=top, valid=valid, scorer=scorer, space=space or space_of(request), tick=tick, differ=skeleton,
     )  # fmt: skip
 

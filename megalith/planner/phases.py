@@ -52,6 +52,7 @@ def workload_in(request: ResolvedRequest, plan: Plan, phase: Phase) -> Workload:
         request.run.train.gradients,
         narrow=narrow,
         outer=outer(request.sites),
+        vocab_tile=request.run.train.vocab_tile,
     )
 
 

@@ -106,6 +106,7 @@ def search(
     gradients: str = "fp32",
     outer: tuple[Slot, ...] = (),
     narrow: Narrow | None = None,
+    vocab_tile: int = 0,
     software: str = OURS,
     space: Space | None = None,
     top: int = 10,
@@ -119,7 +120,8 @@ def search(
     the number of model parts traced so far, and the number of parts to trace."""
     scorer, space = scorer or Scorer(calibration()), space or Space()
     plans = candidates(model, cluster, seq_len=seq_len, global_batch=global_batch, space=space)
-    how = {"optimizer": optimizer, "moments": moments, "master": master, "gradients": gradients, "narrow": narrow, "outer": outer}
+    how = {"optimizer": optimizer, "moments": moments, "master": master, "gradients": gradients, "narrow": narrow}
+    how |= {"outer": outer, "vocab_tile": vocab_tile}
     workloads = [Workload(model, plan, cluster, seq_len, global_batch, format, assumed(plan, software), **how) for plan in plans]
     scorer.prepare(workloads, tick)
     rings, exchanges = ([one for one in workloads if is_ring(one.plan) == ring] for ring in (True, False))

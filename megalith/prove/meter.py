@@ -137,6 +137,8 @@ class Meter(TorchDispatchMode):
             self.pass_over(tensor)
         for tier in trainer.tiers.values():
             tier.counted.observe = self.pass_over
+        for table in trainer.tables.values():
+            table.observe = partial(self.label, category="buffers")
         for stage in trainer.stages.values():
             for tensor in stage.buffers():
                 self.label(tensor, "buffers")
@@ -147,7 +149,7 @@ class Meter(TorchDispatchMode):
         self._axes = Axes(trainer.groups)
 
     def _follow_gradient(self, weight: Weight) -> None:
-        accumulate, add = weight.accumulate_gradient, weight.add
+        accumulate, add, add_rows = weight.accumulate_gradient, weight.add, weight.add_rows
 
         def accumulated() -> None:
             self.label(weight.compute.grad, "gradients")
@@ -159,7 +161,12 @@ class Meter(TorchDispatchMode):
             assert weight.master.grad is not None
             self.label(local(weight.master.grad), "gradients")
 
-        weight.accumulate_gradient, weight.add = accumulated, added
+        def added_rows(rows: range, gradient: Tensor) -> None:
+            add_rows(rows, gradient)
+            assert weight.master.grad is not None
+            self.label(local(weight.master.grad), "gradients")
+
+        weight.accumulate_gradient, weight.add, weight.add_rows = accumulated, added, added_rows
 
     def label(self, tensor: Tensor | None, category: Category) -> None:
         """Label a tensor's storage with its use."""

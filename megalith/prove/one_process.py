@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.data.stream import Batch as Samples
+from megalith.kernels.chunks import tile_rows
 from megalith.kernels.draws import working_on
 from megalith.kernels.narrow import Narrow, maxima
 from megalith.kernels.numbers import Dtypes
@@ -20,6 +21,7 @@ from megalith.models.router import recording
 from megalith.models.stage import Stage
 from megalith.parallel.precision import apply_precision
 from megalith.parallel.recompute import apply_rounding
+from megalith.parallel.tables import use_tiles
 from megalith.prove.clipping import Clipping
 from megalith.prove.compare import Recording, StepRouting
 from megalith.prove.updates import update_of
@@ -77,6 +79,7 @@ class SingleProcess:
             self.stage = Stage(model)
         if spec.train.loss is not None:
             use_loss([self.stage], spec.train.loss)
+        use_tiles([self.stage], tile_rows(spec.train.vocab_tile, model.dim))
         recipe, choices = recipe_of(spec.precision, spec.train.precision), settled(spec.precision, spec.train.precision)
         self._narrow = dict[nn.Module, Narrow]()
         for name, part in self.stage.parts():

@@ -293,6 +293,12 @@ class Plan(Spec):
         return 1 if self.zero == 0 else self.dp_size // self.replicate
 
     @property
+    def cuts_tables(self) -> bool:
+        """True if embedding and output are read in tiles of `train.vocab_tile` rows and never gathered: all weights are off the device, and
+        no other rank has a share or a copy of them."""
+        return self.zero == 3 and self.state.weights_away == 1 and self.dp_size == 1
+
+    @property
     def dp_replicate(self) -> int:
         """Copies of the dense state; `dp_replicate * dp_shard == dp_size`."""
         return self.dp_size // self.dp_shard

@@ -96,6 +96,11 @@ class TrainSpec(Spec):
     gradients: Literal["fp32", "bf16"] = Field(
         default="fp32", description="number format in which gradients are kept, and added up over microbatches and ranks"
     )
+    vocab_tile: NonNegativeInt = Field(
+        default=0,
+        description="number of rows of the vocabulary for which the head computes the loss at once; 0: all rows. It is rounded up until a "
+        "tile has a multiple of 65,536 numbers",
+    )
     seed: NonNegativeInt = 0
     z_loss: NonNegativeFloat = Field(default=0.0, description="weight of mean(logsumexp^2), which keeps logits from drifting")
     loss: OwnPart | None = Field(

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megalith.kernels.chunks import tile_rows
 from megalith.kernels.narrow import Narrow
 from megalith.kernels.numbers import Dtypes
 from megalith.kernels.product import sum_in_fp32
@@ -21,6 +22,7 @@ from megalith.parallel.execute import Executor, Hidden
 from megalith.parallel.gradients import SharedParameters, shared
 from megalith.parallel.groups import Groups
 from megalith.parallel.passes import Runner
+from megalith.parallel.tables import StreamedTable, cut_tables, use_tiles
 from megalith.schedule.lower import Program, lower
 from megalith.schedule.table import build
 from megalith.schedule.verify import problems
@@ -31,7 +33,7 @@ from megalith.spec.phases import Phase, Phases, during
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import computed_size, within
 from megalith.spec.sizes import model_parameters, tied_names
-from megalith.spec.state import LOWER, Place, gradient
+from megalith.spec.state import LOWER, MASTER, Place, gradient
 from megalith.spec.treatment import treatments
 from megalith.train.measure.noise import NoiseMeter
 from megalith.train.offload.aside import aside_of
@@ -72,6 +74,7 @@ class Trainer:
     heads: HeadClip | None = None
     release: Release | None = None
     tiers: Mapping[Place, AnyTier] = field(default_factory=dict[Place, AnyTier])
+    tables: Mapping[str, StreamedTable] = field(default_factory=dict[str, StreamedTable])  # those that are read in tiles
     schedule: int | None = None  # steps of the schedule of learning rates that are done; None: as many as the state has updates
     filled: int = 0  # sequences without targets with which the samples of a step are filled up to `spec.train.global_batch`
 
@@ -289,6 +292,11 @@ def assemble(
         name: weight for name, weight in builder.by_name.items() if treated[name].master in LOWER and local(weight.master).numel()
     }
     lots = lots_of(plan.state, builder.by_name, slots, whole={name: kind.unit != "element" for name, kind in kinds.items()})
+    tile = tile_rows(spec.train.vocab_tile, model.dim)
+    use_tiles((runner.stage for runner in runners.values()), tile)
+    streamed = [name for name, lot in lots.items() if MASTER in lot.slots and not lot.whole] if tile and plan.cuts_tables else []
+    tables = cut_tables(runners.values(), builder.by_name, tile, names=streamed)
+    lots |= {name: lots[name]._replace(tile=tile * model.dim) for name in tables}
     for name, weight in builder.by_name.items():
         if name not in lots:
             weight.bring_back()
@@ -305,7 +313,7 @@ def assemble(
     state = State(parameters, buffers, slots, scale, home, usual, halved, gradient(spec.train.gradients))
     rule = Optimizer(spec.optimizer, treated, GlobalTensors.of(parameters, described, partly, groups), target=target)
     used = [[bucket for part in runner.buckets for bucket in part] for runner in runners.values()]
-    within_backward = {"state": state, "rule": rule, "parameters": parameters, "clock": executor.clock}
+    within_backward = {"state": state, "rule": rule, "parameters": parameters, "clock": executor.clock, "tables": tables}
     return Trainer(
         run=whole,
         spec=spec,
@@ -325,6 +333,7 @@ def assemble(
         heads=heads,
         release=Release(builder.by_name, used, partly, **within_backward) if plan.state.release else None,
         tiers=tiers,
+        tables=tables,
     )
 
 

@@ -115,6 +115,10 @@ class State:
         kept = {slot.name: self._held[slot][name] for slot in self.slots[name]}
         return Part(name, share, gradient, {key: held for key, held in kept.items() if isinstance(held, Tensor)})
 
+    def tile(self, name: str, first: int, gradient: Tensor) -> Part:
+        """Return the tile of a parameter's share, whose state is on disk, that begins with element `first` and has this flat gradient."""
+        return Part(name, self._shares[name], gradient, {}, home=self.home, first=first)
+
     def _upper(self, name: str, share: Tensor) -> Tensor:
         moved = self._halved[name].moved if name in self._halved else None
         return share if moved is None else moved

@@ -62,6 +62,12 @@ AWAY = ["plan.state.optimizer=disk", "plan.state.weights=disk", "plan.zero=3", "
         ([*AWAY, "plan.zero=2"], "plan.state.weights", "plan.zero = 2 keeps all weights on each rank. Use plan.zero = 3"),
         ([*AWAY, "train.precision=fp32"], "plan.state.weights", "the weights are the master weights and stay"),
         ([*AWAY, "optimizer.master=split16"], "plan.state.weights", "makes the master weights from the compute weights"),
+        (["train.vocab_tile=64", "train.loss=mine:loss"], "train.vocab_tile", "mine:loss (train.loss) needs whole rows"),
+        (
+            ["train.vocab_tile=64", "model.preset=deepseek-v3"],
+            "train.vocab_tile",
+            "multi-token prediction computes several losses",
+        ),
         ([*RELEASED, "plan.post_validation=true"], "plan.state.release", "plan.post_validation = true needs all gradients"),
         (
             ["plan.retain.blocks=host", "plan.retain.share=0.5", "plan.recompute=segments:2"],
@@ -87,6 +93,7 @@ def test_weights_may_be_elsewhere_on_one_data_rank_too():
         (["train.seq_len=32768"], "plan.recompute"),
         (["train.seq_len=32768", "plan.retain.blocks=host", "plan.retain.share=0.25"], "plan.recompute"),
         (["plan.state.share=0.5"], "plan.state.share"),
+        ([*AWAY, "model.vocab=100000"], "train.vocab_tile"),
         (["plan.retain.share=0.5"], "plan.retain.share"),
         (["plan.retain.blocks=host", "plan.retain.folder=here"], "plan.retain.folder"),
         (["plan.state.optimizer=disk"], "plan.state.optimizer"),

@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megalith.checkpoint.checkpointer import Checkpointer
 from megalith.checkpoint.shares import as_tensor, shares
@@ -165,6 +168,57 @@ def _kept(rank: int, spec: RunSpec) -> int:
     return sum(kept) + sum(weight.moved is not None for weight in weights)
 
 
+TILES = {"vocab_tile": 2048, "precision": "bf16"}
+TABLES = {"vocab": 5000}
+"""Tables of three tiles, the last one shorter."""
+
+CUT: list[tuple[dict[str, Any], dict[str, Any]]] = [({"zero": 3, "tensor": 2}, {})]
+CUT += [({"zero": 3, "pipeline": 2, "schedule": "zb-h1"}, {}), ({"zero": 3}, {"tied": True})] * FULL
+
+
+@pytest.mark.parametrize(("plan", "model"), CUT, ids=str)
+def test_tables_that_are_read_in_tiles_are_the_same_bits(plan: dict[str, Any], model: dict[str, Any]) -> None:
+    _check(brief_run(plan=plan, model=TABLES | model, train=TILES, optimizer={"clip": 0.05}), *WEIGHTS)
+
+
+@pytest.mark.parametrize("gradients", ["fp32", "bf16"])
+def test_tables_that_are_updated_in_tiles_are_the_same_bits(gradients: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clip bites, so the norm that is added up over tiles has the bits of the whole gradient's."""
+    monkeypatch.setattr("megalith.train.offload.home.MIB", 1 << 16)
+    train = TILES | {"global_batch": 1, "gradients": gradients}
+    spec = brief_run(plan={"zero": 3}, model=TABLES | {"layers": 2}, train=train, optimizer={"clip": 0.05})
+    _check(spec, WEIGHTS[0] | {"release": True, "chunk": 1})
+
+
+def test_no_table_is_whole_in_a_step() -> None:
+    spec = brief_run(plan={"zero": 3}, model=TABLES, train=TILES | {"global_batch": 1}, optimizer={"clip": 0.0})
+    one_more = 1  # for the gradients of tokens outside the tile
+    assert run_ranks(_largest, 1, _at(spec, WEIGHTS[0] | {"release": True})) == [(2048 + one_more) * 32]
+
+
+def _largest(rank: int, spec: RunSpec) -> int:
+    """The elements of the largest tensor in memory in a step, apart from the bytes of chunks."""
+    trainer = trainer_of(spec)
+    with _Largest() as largest:
+        _train(trainer, steps=1)
+    return largest.elements
+
+
+class _Largest(TorchDispatchMode):
+    """Records the elements of the largest floating-point result. A weight whose memory was freed has none."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.is_floating_point() and not isinstance(tensor, DTensor):
+                self.elements = max(
+                    self.elements, min(tensor.numel(), tensor.untyped_storage().nbytes() // tensor.element_size())
+                )
+        return out
+
+
 def test_large_tensors_are_updated_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megalith.train.offload.home.MIB", 1 << 13)
     for kind in ("adamw", "sgd", "lion"):
@@ -299,3 +353,19 @@ def test_building_holds_the_master_weights_of_one_part_besides_what_is_predicted
         parts[".".join(name.split(".")[:2])] += parameter.numel
     kept = predicted.memory["weights"] + predicted.memory["optimizer"] + predicted.memory["buffers"]
     assert counted.memory.building <= kept + 4 * max(parts.values())
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_tables_in_tiles_take_the_memory_that_is_predicted(release: bool) -> None:
+    """The tables are most of this model; in tiles they take less memory than whole ones."""
+    sizes = {"layers": 2, "dim": 64, "heads": 2, "kv_heads": 2, "head_dim": 32, "ffn": 192, "vocab": 1 << 14}
+    found = []
+    for tile in (0, 1024):
+        train = {"precision": "bf16", "global_batch": 1, "vocab_tile": tile}
+        spec = brief_run(plan={"zero": 3, "state": WEIGHTS[0] | {"release": release, "chunk": 1}}, model=sizes, train=train)
+        predicted, counted = predict(workload_of(spec), rank=0), dry(spec, 0)
+        assert sum(predicted.memory.values()) == pytest.approx(sum(counted.memory.peak.values()), rel=0.1), (predicted, counted)
+        assert predicted.work.products == pytest.approx(counted.work.products, rel=0.01)
+        found.append(counted.memory)
+    whole, cut = (sum(memory.peak.values()) for memory in found)
+    assert cut < (0.4 if release else 0.8) * whole

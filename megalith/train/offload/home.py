@@ -42,6 +42,8 @@ class Lot(NamedTuple):
     """The slots that are kept off the device."""
     whole: bool
     """True if the parameter's update needs the whole share at once."""
+    tile: int = 0
+    """The number of elements in a tile, if the weight is read and updated in tiles (`parallel.tables`); chunks end where tiles end."""
 
     @property
     def share(self) -> Tensor:
@@ -173,15 +175,16 @@ class Disk:
         return any(slot == MASTER or slot in LOWER.values() for slot, _ in self.held)
 
     def stream(self, parts: Sequence[Part]) -> Iterator[Part]:
-        """Yield the parts piece by piece, with their state. Meanwhile, threads read the next pieces and write the previous ones."""
-        order = [(part, first, count) for part in parts for _, first, count in self.pieces[part.name]]
-        bodies = self._stream.over([chunk for part in parts for chunk, _, _ in self.pieces[part.name]])
-        for (part, first, count), (_, body) in zip(order, bodies, strict=True):
+        """Yield the parts piece by piece, with their state. Meanwhile, threads read the next pieces and write the previous ones. A part
+        that is a tile of a share has a gradient of its own size."""
+        order = [(part, *piece) for part in parts for piece in self.pieces[part.name] if _has(part, piece)]
+        bodies = self._stream.over([chunk for _, chunk, _, _ in order])
+        for (part, _, first, count), (_, body) in zip(order, bodies, strict=True):
             lot = self.lots[part.name]
-            here = slice(first, first + count)
+            here = slice(first - part.first, first - part.first + count)
             near = _tensors(lot, body, count)
             master = near.pop(MASTER.name, None)
-            resident = part.weight if lot.whole or master is not None else part.weight.view(-1)[here]
+            resident = part.weight if lot.whole or master is not None else part.weight.view(-1)[first : first + count]
             weight = resident.cpu() if master is None else master
             gradient = (part.gradient if lot.whole else part.gradient.reshape(-1)[here]).cpu()
             yield part._replace(weight=weight, gradient=gradient, slots=near, first=first, home=None)
@@ -257,16 +260,25 @@ def folder_of(state: StateSpec, folder: Path | None) -> Path:
 # Sources read by functions, not by methods: a home that its own weights refer to would keep its files until garbage is collected.
 
 
-def _at_once(held: Mapping[tuple[Slot, str], Tensor], name: str) -> Iterator[tuple[int, Tensor]]:
-    yield 0, held[MASTER, name].view(-1)
+def _at_once(held: Mapping[tuple[Slot, str], Tensor], name: str, start: int, numbers: int) -> Iterator[tuple[int, Tensor]]:
+    yield start, held[MASTER, name].view(-1)[start : start + numbers]
 
 
-def _one_by_one(slots: Slots, memory: Tensor, pieces: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, Tensor]]:
-    """Yield the master weights of a parameter (the first of its slots) in these pieces. Only one thread may call this, because all pieces
-    use the same memory."""
+def _one_by_one(
+    slots: Slots, memory: Tensor, pieces: Sequence[tuple[int, int, int]], start: int, numbers: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield the master weights of a parameter (the first of its slots) in these pieces, as far as they are within `numbers` elements from
+    element `start` on. Only one thread may call this, because all pieces use the same memory."""
     for chunk, first, count in pieces:
-        slots.read(chunk, memory, 0)
-        yield first, memory[: count * MASTER_BYTES].view(torch.float32)
+        least, most = max(first, start), min(first + count, start + numbers)
+        if least < most:
+            slots.read(chunk, memory, 0)
+            yield least, memory[: count * MASTER_BYTES].view(torch.float32)[least - first : most - first]
+
+
+def _has(part: Part, piece: tuple[int, int, int]) -> bool:
+    """True if the part, which may be a tile of a share, has this piece of the share."""
+    return part.first <= piece[1] < part.first + part.gradient.numel()
 
 
 def _cut(lot: Lot, most: int) -> list[tuple[int, int]]:
@@ -274,7 +286,9 @@ def _cut(lot: Lot, most: int) -> list[tuple[int, int]]:
     numbers = lot.share.numel()
     grain = lcm(ROUND, lot.share.shape[-1]) if any(slot.number != "fp32" for slot in lot.slots) else ROUND
     step = numbers if lot.whole else max(grain, most // MASTER_BYTES // grain * grain)
-    return [(first, min(first + step, numbers)) for first in range(0, numbers, step)]
+    tile = lot.tile or numbers
+    borders = [(first, min(first + tile, numbers)) for first in range(0, numbers, tile)] if numbers else []
+    return [(first, min(first + step, end)) for begin, end in borders for first in range(begin, end, step)]
 
 
 def _shape(slot: Slot, lot: Lot, count: int) -> tuple[int, ...]:

@@ -25,7 +25,8 @@ from megalith.parallel import gradients
 from megalith.parallel.clock import Clock
 from megalith.parallel.data import Bucket, Weight, local
 from megalith.parallel.gradients import Norms, SharedParameters
-from megalith.train.optimizers.rule import Optimizer
+from megalith.parallel.tables import StreamedTable
+from megalith.train.optimizers.rule import Optimizer, Part
 from megalith.train.state import State
 
 WINDOW = 10
@@ -105,8 +106,9 @@ class Release:
         rule: Optimizer,
         parameters: Mapping[str, nn.Parameter],
         clock: Clock,
+        tables: Mapping[str, StreamedTable],
     ) -> None:
-        """`stages`: for each of this rank's stages, the buckets that it uses."""
+        """`stages`: for each of this rank's stages, the buckets that it uses. `tables`: the tables that are updated tile by tile."""
         self.state, self.rule, self.parameters, self.clock = state, rule, parameters, clock
         used = Counter(bucket for buckets in stages for bucket in {*buckets})
         # a gradient to which other ranks or another stage of this rank add is complete only after the last backward
@@ -114,6 +116,7 @@ class Release:
         apart |= {name for name, weight in weights.items() if any(weight in b.weights for b, times in used.items() if times > 1)}
         self._names = {weight: name for name, weight in weights.items() if name not in apart}
         self._late = [name for name in weights if name in apart]
+        self._tables = {name: table for name, table in tables.items() if name not in apart}
         self._buckets = tuple(used)
         self.pace = Pace()
         self.norms: dict[str, Norms] = {}
@@ -139,6 +142,8 @@ class Release:
 
         for bucket in self._buckets:
             bucket.done = reduced
+        for name, table in self._tables.items():
+            table.taken = partial(self._take_tile, name, asked, loss_scale)
         try:
             yield
         except BaseException:
@@ -148,6 +153,8 @@ class Release:
         finally:
             for bucket in self._buckets:
                 bucket.done = None
+            for table in self._tables.values():
+                table.taken = None
         self._take(self._late, asked, 1.0)
         self.wait()
         self.asked = asked
@@ -166,8 +173,26 @@ class Release:
         if asked.factor is None:
             self._free(there)
         else:
-            counted = self._dry or torch._C._len_torch_dispatch_stack() > 0
-            self._behind.start(partial(self._update, [*there], asked, asked.factor), counted=counted)
+            self._start(partial(self._parts, [*there]), asked, asked.factor)
+
+    @torch.no_grad()
+    def _take_tile(self, name: str, asked: UpdateRequest, loss_scale: float, first: int, gradient: Tensor) -> None:
+        """Do what `_take` does with one tile of a table; a rank holds the gradients of two tiles at most."""
+        gradients.scale([gradient], 1 / loss_scale)
+        before = self.norms.get(name)
+        self.norms[name] = gradients.norms_of_piece(gradient, before)
+        odd = gradients.odd_elements(gradient)
+        self.odd[name] = odd if before is None else self.odd[name] + odd
+        self.wait()
+        if asked.factor is not None:
+            self._start(lambda: [self.state.tile(name, first, gradient)], asked, asked.factor)
+
+    def _parts(self, names: Sequence[str]) -> list[Part]:
+        return [self.state.part(name) for name in names]
+
+    def _start(self, parts: Callable[[], list[Part]], asked: UpdateRequest, factor: float) -> None:
+        counted = self._dry or torch._C._len_torch_dispatch_stack() > 0
+        self._behind.start(partial(self._update, parts, asked, factor), counted=counted)
 
     def wait(self) -> None:
         """Wait until the update that runs has ended. Raises what it raised."""
@@ -176,9 +201,10 @@ class Release:
         self.marks.append(("UPDATE_WAIT", start, self.clock.mark()))
 
     @torch.no_grad()
-    def _update(self, names: Sequence[str], asked: UpdateRequest, factor: float) -> None:
+    def _update(self, parts_of: Callable[[], list[Part]], asked: UpdateRequest, factor: float) -> None:
         start = self.clock.mark()
-        parts = [self.state.part(name) for name in names]
+        parts = parts_of()
+        names = [part.name for part in parts]
         gradients.scale([part.gradient for part in parts], factor)
         self.rule.update(parts, number=asked.number, lr=asked.lr)
         del parts
