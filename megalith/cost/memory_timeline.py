@@ -105,7 +105,9 @@ class _Stage:
     deferred: tuple[float, ...]
     """Bytes that the first half of a microbatch's backward keeps in each part until the second half. An embedding has no first half."""
     inside: tuple[float, ...]
-    """Peak bytes of each part's backward, without the bytes that forward saved."""
+    """Bytes at the peak of each part's backward, without the bytes that forward saved, and without weight gradients."""
+    formed: tuple[float, ...]
+    """Bytes of a microbatch's own weight gradients at the peak of each part's backward, if the backward is not split."""
     coming: tuple[OffloadedBytes, ...]
     """Bytes that return to the device when the backward of each part begins: the tensors of the nearest earlier part that was offloaded."""
     last: OffloadedBytes
@@ -152,26 +154,29 @@ class _Timeline:
 
     def _stage(self, parts: tuple[Part, ...], segments: tuple[tuple[int, ...], ...]) -> _Stage:
         head, again = self.traced.head, self.traced.segments
-        saved, deferred, inside = [], [], []
+        saved, deferred, inside, formed = [], [], [], []
         before = {number: run[: at + 1] for run in segments for at, number in enumerate(run)}
         for part in parts:
             saved.append(sum(one.saved for one in part.profiles))
             whole = part.profiles[0] is self.traced.embedding
             deferred.append(sum(one.saved + one.output if whole else one.deferred for one in part.profiles))
             inside.append(max(0.0 if one is head and not self.workload.tile else one.working for one in part.profiles))
+            counted = part.block is not None and self.workload.layout.defers == "none"
+            formed.append(part.profiles[0].formed if counted else self.workload.width * sum(part.whole))
             if again is not None and part.block is not None:
                 run = before[part.block]
                 graphs = sum(again.inside[number].saved for number in run) - self.traced.blocks[run[0]].saved
                 saved[-1] *= len(run) == 1  # one input for all blocks of the segment
-                waiting = again.inside if self.workload.layout.defers_recomputed else self.traced.blocks
+                waiting = self.traced.blocks if self.workload.layout.defers == "others" else again.inside
                 deferred[-1] = waiting[part.block].deferred
                 inside[-1] = max(graphs + again.inside[part.block].working, 0.0)
+                formed[-1] = again.inside[part.block].formed if counted else formed[-1]
         coming, left = [OffloadedBytes()] * len(parts), [number for number, part in enumerate(parts) if part.away.size]
         further: dict[int | None, int] = {run[0]: len(run) - 1 for run in segments}
         for number, then in pairwise(left):  # a segment's backward begins with its last block
             coming[then + further.get(parts[then].block, 0)] = parts[number].away
         last = parts[left[-1]].away if left else OffloadedBytes()
-        kept = tuple(saved), tuple(deferred), tuple(inside)
+        kept = tuple(saved), tuple(deferred), tuple(inside), tuple(formed)
         return _Stage(parts, *kept, tuple(coming), last, [0.0] * len(parts), [0.0] * len(parts))
 
     def moment(self, *, weights: float = 0.0, gradients: float = 0.0, activations: float = 0.0) -> MemoryPoint:
@@ -207,7 +212,7 @@ class _Timeline:
         for number, part in reversed([*enumerate(stage.parts)]):
             weights, messages = self._gathered(part, stage.parts[number - 1] if number else None)
             new = self.workload.gradient_bytes * sum(part.whole)
-            made = self.workload.width * sum(part.whole) if narrow else 0.0 if stage.sums[number] else new
+            made = stage.formed[number] if narrow or not stage.sums[number] else 0.0
             made += self._share_of_tiles(part, stage.shares[number])
             messages += self._tiles(part)
             self.move(stage.coming[number], -begins)

@@ -290,8 +290,8 @@ def _seen(block: BlockSpec | None, layout: Layout) -> Layout:
         unseen |= {"weighs_away": False}
     if block is None or block.attention is None:
         unseen |= {"ulysses": 1, "context_method": "ring", "summed": False, "attention": "fused", "rotary": True}
-    if block is None or layout.recompute == "none":
-        unseen |= {"defers_recomputed": True}
+    if block is None or (layout.defers == "others" and layout.recompute == "none"):
+        unseen |= {"defers": "all"}
     if block is None:
         unseen |= {"recompute": "none", "actions": (), "rest": "host", "rounded_tile": 128}
     else:  # the head's alone, or the embedding's too

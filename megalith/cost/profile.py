@@ -120,7 +120,7 @@ class Profile:
     saved: float
     """Bytes that forward leaves in memory for backward."""
     working: float
-    """Peak of temporary tensors during backward, without `saved`."""
+    """Temporary tensors at the peak of a backward, without `saved` and `formed`."""
     weights: int
     """Number of dense weights on the rank."""
     expert_weights: int
@@ -134,6 +134,8 @@ class Profile:
     """Number of weight tensors of the part."""
     multiplied: tuple[MultipliedWeight, ...] = ()
     """The weights on the rank that are factors of products"""
+    formed: float = 0.0
+    """Bytes of weight gradients at the peak of a backward that defers none."""
     leaves: float = 0.0
     """Bytes of `saved` that autograd holds, and that can be offloaded (`plan.retain`)."""
     leaves_for_disk: float = 0.0
@@ -232,9 +234,9 @@ class Layout:
     (`parallel.moe_overlap`)."""
     recompute: str = "none"
     """`none`, `full`, or the names of the recomputed parts, separated by commas."""
-    defers_recomputed: bool = True
-    """True if weight gradients of recomputed parts are deferred like those of other parts (`kernels.deferred`). A backward that is not
-    split is traced as if its weight gradients were deferred."""
+    defers: Literal["none", "others", "all"] = "all"
+    """Weight gradients that backward defers (`kernels.deferred`): none, those of parts that are not recomputed, or all. Backwards of other
+    software are traced as if all were deferred."""
     actions: tuple[tuple[str, Action], ...] = ()
     """Actions of named parts for the tensors that they keep, except recomputation (`Plan.actions`)."""
     rounded_tile: int = 128

@@ -77,7 +77,11 @@ class Recorder(TorchDispatchMode):
         self.region: Region = "attention"
         self.parameters: dict[int, bool] = {}
         self.alive = 0
+        self.formed = 0
+        """Bytes of weight gradients"""
         self.peak = 0
+        """Most bytes of live tensors and weight gradients together"""
+        self.formed_at_peak = 0
         self._seen: set[int] = set()
         self._held: dict[int, int] = {}
         self._results: set[int] = set()
@@ -173,8 +177,22 @@ class Recorder(TorchDispatchMode):
         size = storage.nbytes()
         self._held[key] = size
         self.alive += size
-        self.peak = max(self.peak, self.alive)
+        self._look()
         weakref.finalize(storage, self._release, key)
+
+    def _look(self) -> None:
+        if self.alive + self.formed >= self.peak:
+            self.peak, self.formed_at_peak = self.alive + self.formed, self.formed
+
+    def begin(self) -> None:
+        """Begin to look for the peak, from now on."""
+        self.peak = self.formed_at_peak = 0
+        self._look()
+
+    def form(self, gradient: Tensor) -> None:
+        """Count a tensor as a weight's gradient from now on, no more as a live tensor."""
+        self.formed += self.forget(gradient)
+        self._look()
 
     def _release(self, key: int) -> None:
         self._seen.discard(key)

@@ -5,7 +5,7 @@ boundaries of split modules, and the live storages. The bytes that a recomputati
 derived from its name.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -181,6 +181,23 @@ class _Dtype(AbstractContextManager[None]):
         torch.set_default_dtype(self.before)
 
 
+class _AtOnce(list[tuple[Tensor, Callable[[], Tensor]]]):
+    """The queue of a backward that defers no weight gradients: each one is computed when it is added."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder, self.weights = recorder, set[int]()
+
+    def append(self, item: tuple[Tensor, Callable[[], Tensor]]) -> None:
+        weight, gradient = item
+        before, self.recorder.phase = self.recorder.phase, "W"
+        made = gradient()
+        if id(weight) not in self.weights:  # else it is added to the first
+            self.recorder.form(made)
+        self.weights.add(id(weight))
+        self.recorder.phase = before
+
+
 def _run(
     stage: Stage, module: nn.Module, recorder: Recorder, layout: Layout, model: ModelSpec,
     *, inputs: tuple[int, int, int] | None, block: BlockSpec | None,
@@ -194,7 +211,8 @@ def _run(
     recorder.ignore(x)
     for tensor in leaves(batch.rotary):
         recorder.ignore(tensor)
-    queue = Queue(recomputed=layout.defers_recomputed)
+    at_once = layout.defers == "none" and block is not None
+    queue = Queue(recomputed=layout.defers != "others", waiting=_AtOnce(recorder) if at_once else [])
     with recorder:
         with torch.autograd.graph.saved_tensors_hooks(recorder.kept, lambda tensor: tensor):
             out = module(x, batch)
@@ -208,10 +226,11 @@ def _run(
         del out
         recorder.phase = "I"
         if not chunked:  # chunks of logits come and go in the forward
-            recorder.peak = recorder.alive
+            recorder.begin()
         with deferring(queue):
             torch.autograd.backward(result, grad)
-        working = recorder.peak - saved
+        formed = recorder.formed_at_peak
+        working = recorder.peak - formed - saved
         x.grad = None
         entered = x.untyped_storage()._cdata, 0 if inputs is None else bytes_of(x)
         del result, grad, x
@@ -220,7 +239,9 @@ def _run(
         recorder.phase = "W"
         queue.run_all()
     profile = _profile(module, recorder, layout, saved - spared, working, given, block)
-    return replace(profile, deferred=float(deferred), leaves=float(max(0, held)), leaves_for_disk=float(disk))
+    return replace(
+        profile, deferred=float(deferred), formed=float(formed), leaves=float(max(0, held)), leaves_for_disk=float(disk)
+    )
 
 
 def _profile(

@@ -290,6 +290,13 @@ class Workload:
         """The names of each block's layers that keep their inputs in 8 bits, within the block."""
         return self.narrow.packed(self.model) if self.narrow is not None else ((),) * len(self.model.blocks)
 
+    @property
+    def _defers(self) -> Literal["none", "others", "all"]:
+        """See `Layout.defers`. With ZeRO 2 and 3, a gradient that is not deferred would wait for the second half of the backward."""
+        if kind(self.plan.schedule).splits_backward:
+            return "all" if self.plan.zero >= 2 else "others"
+        return "none" if self.software_profile.ours else "all"
+
     @cached_property
     def layout(self) -> Layout:
         """The properties of the workload that change a part's figures."""
@@ -312,7 +319,7 @@ class Workload:
             expert_tensor=plan.expert_tensor,
             weighs_away=software_profile.ours and plan.expert * plan.expert_tensor > 1 and not plan.compile,
             recompute=",".join(plan.recomputed_parts) or "none",
-            defers_recomputed=plan.zero >= 2 or not kind(plan.schedule).splits_backward,
+            defers=self._defers,
             actions=actions,
             rounded_tile=kept_tile(self.narrow.choices if self.narrow is not None and plan.rounding else USUAL),
             rest=place_of(of[BLOCK]) if plan.retain.places else "host",

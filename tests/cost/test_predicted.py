@@ -166,6 +166,26 @@ def test_the_memory_of_a_recipe_is_predicted_within_5_percent(run: tuple[str, in
     assert lines["memory.all"].gap == pytest.approx(0, abs=0.05), [lines[f"memory.{one}"] for one in CATEGORIES]
 
 
+WIDER = {"dim": 256, "heads": 8, "kv_heads": 4, "head_dim": 32, "ffn": 896, "vocab": 1024, "context": 512}
+ONCE: dict[str, dict[str, Any]] = {
+    "nothing recomputed": {"zero": 1, "recompute": "none"},
+    "all recomputed, zero 3": {"zero": 3, "recompute": "full"},
+    "both halves recomputed": {"zero": 1, "recompute": "selective", "recompute_parts": ("attend", "mlp")},
+    "segments, zero 3": {"zero": 3, "recompute": "segments:2"},
+}
+
+
+@pytest.mark.parametrize("plan", ONCE.values(), ids=ONCE)
+@sampled(2)
+def test_a_backward_that_is_not_split_is_predicted_within_3_percent(plan: dict[str, Any]) -> None:
+    """Each weight gradient is computed at once and its factors are freed, and at the peak only some of a block's gradients exist."""
+    spec = brief_run(plan={"data": 2} | plan, model=WIDER, train={"precision": "bf16", "seq_len": 512})
+    lines = {line.name: line for line in compare(predict(workload_of(spec), rank=0), dry(spec, 0))}
+    assert lines["memory.gradients"].gap == 0
+    assert lines["memory.activations"].gap == pytest.approx(0, abs=0.03)
+    assert lines["memory.all"].gap == pytest.approx(0, abs=0.015)
+
+
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("name", [name for name, kind in SCHEDULES.items() if not kind.needs_post_validation])
 def test_the_worst_rank_is_found(name: str, recompute: str) -> None:
