@@ -22,6 +22,7 @@ from megalith.schedule import build, lower, simulate
 from megalith.schedule.table import SCHEDULES, kind
 from megalith.spec.numbers import PRECISIONS
 from megalith.spec.optimizers import OPTIMIZERS
+from megalith.spec.treatment import why_not_ahead
 
 
 @dataclass(frozen=True)
@@ -322,8 +323,8 @@ def _beside(moving: float, computing: float, setting: Setting) -> float:
 
 
 def _optimizer_seconds(workload: Workload, setting: Setting, traced: Parts, here: RankParts, stage: StageTime) -> float:
-    """Return the exposed seconds of the update: of the state on the device, then of the state on the host. If gradients are released, the
-    backward hides the update of all parts but the last."""
+    """Return the exposed seconds of the update: of the state on the device, then of the state off the device, unless a backward or forward
+    hides it (`_hidden_update`)."""
     if workload.frozen:
         return 0.0
     own = updated(workload, numbers(workload, traced, here))
@@ -332,10 +333,22 @@ def _optimizer_seconds(workload: Workload, setting: Setting, traced: Parts, here
     each = setting.overheads.optimizer * moved / OPTIMIZERS["adamw"].moved  # measured with AdamW
     whole = update.seconds(workload, setting, here)
     offloaded = host.seconds(workload, away)
-    if workload.plan.state.release:
-        parts = here.embedding + here.head + sum(times for _, times in here.blocks)
-        offloaded -= min(offloaded * (1 - 1 / parts), stage.backward.total * workload.microbatches)
+    offloaded -= _hidden_update(workload, offloaded, here, stage) if offloaded else 0.0
     return each * (own - away) / setting.bandwidth + offloaded + whole
+
+
+def _hidden_update(workload: Workload, seconds: float, here: RankParts, stage: StageTime) -> float:
+    """Return the seconds of an update of state off the device that computation hides. If gradients are released, the backward hides the
+    update of all parts but the last. Otherwise the first microbatch's forward hides that of all parts but two: the part that it begins
+    with, and the next one, whose gather begins as early. An update in host memory is not hidden if a CPU computes, or if the state is
+    copied after each step."""
+    plan, parts = workload.plan, here.embedding + here.head + sum(times for _, times in here.blocks)
+    if plan.state.release:
+        return min(seconds * (1 - 1 / parts), stage.backward.total * workload.microbatches)
+    busy = plan.state.optimizer == "host" and (workload.copied or workload.cluster.accelerator.kind == "cpu")
+    if busy or not workload.software_profile.ours or why_not_ahead(plan, [workload.optimizer]):
+        return 0.0
+    return min(seconds * max(0.0, 1 - 2 / parts), stage.forward.total)
 
 
 def model_flops(workload: Workload, traced: Parts) -> float:

@@ -30,6 +30,7 @@ from megalith.spec.plan import segments
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import outer_slots, within
 from megalith.spec.state import DISK_SLOTS
+from megalith.spec.treatment import copied_each_step
 
 KINDS = {"gather": "all-gather", "scatter": "reduce-scatter", "sum": "all-reduce", "all_to_all": "all-to-all"}
 """Kind of exchange in a profile -> the collective under which a dry run counts it. A ring is counted as sends and receives."""
@@ -166,7 +167,12 @@ def workload_of(spec: RunSpec) -> Workload:
     cluster, batch = clusters.load(named), within(spec).train.global_batch
     format, narrow = computed(train.precision, spec.precision)
     rules = {"optimizer": optimizer.kind, "moments": optimizer.small, "master": optimizer.master, "gradients": train.gradients}
-    rules |= {"outer": outer_slots(spec.sites), "narrow": narrow, "vocab_tile": train.vocab_tile}
+    rules |= {
+        "outer": outer_slots(spec.sites),
+        "narrow": narrow,
+        "vocab_tile": train.vocab_tile,
+        "copied": copied_each_step(spec),
+    }
     return decided(Workload(model, spec.plan, cluster, train.seq_len, batch, format, TRAINER, **rules))
 
 

@@ -180,6 +180,8 @@ class Workload:
     """Tensors that merges with other sites keep for each weight (`spec.sites.outer_slots`)."""
     vocab_tile: int = 0
     """The run's `train.vocab_tile`."""
+    copied: bool = False
+    """True if the state in memory is copied after each step (`spec.treatment.copied_each_step`)."""
 
     @cached_property
     def tile(self) -> int:

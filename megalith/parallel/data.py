@@ -280,6 +280,8 @@ class Bucket:
         self._packed: tuple[Parcel, Tensor] | None = None  # this rank's message, kept for the next gather
         self.probe: Probe | None = None
         self.observe: Observe | None = None
+        self.ready: Callable[[], None] | None = None
+        """Function that waits until this rank's shares are updated."""
         self.done: Callable[[Bucket], None] | None = None
         """Function that is called when the reduction of the parameters' gradients is complete."""
         self.free()  # the weights to compute with are made from those kept, even if these are loaded later
@@ -295,6 +297,7 @@ class Bucket:
         """Begin to gather, unless the weights are whole or a gather is in progress."""
         if self.whole or self._arriving or self.resident:
             return
+        self.await_update()
         if self._packed is not None:
             parcel, message = self._packed
             self._arriving = PendingGather(message, parcel)
@@ -302,6 +305,11 @@ class Bucket:
             self._arriving = self._read()
         if not self.late:
             self._send(self._arriving)
+
+    def await_update(self) -> None:
+        """Wait until this rank's shares are updated."""
+        if self.ready is not None:
+            self.ready()
 
     def _read(self) -> PendingGather:
         """Begin to convert this rank's shares to the format in which they are gathered. With only one shard, `_read` writes the whole
@@ -363,6 +371,7 @@ class Bucket:
 
     def gather(self) -> None:
         """Make the weights whole."""
+        self.await_update()  # also of resident weights
         self.start()
         arrival = self._arriving
         if arrival is None:

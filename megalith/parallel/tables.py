@@ -64,6 +64,7 @@ class StreamedTable:
 
     def read(self) -> Iterator[Tensor]:
         """Yield the weights of each tile. While a tile is used, a thread reads the next one, if the weights have such a thread."""
+        self.bucket.await_update()
         wide = self.weight.compute.shape[1]
         buffers = [self.weight.compute.detach().new_empty(self.rows, wide) for _ in range(min(AHEAD, len(self.tiles)))]
         for buffer in buffers:

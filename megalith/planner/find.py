@@ -21,6 +21,7 @@ from megalith.planner.phases import fits_all
 from megalith.planner.request import ResolvedRequest
 from megalith.planner.search import Candidate, Scorer, SearchResult, assumed, search
 from megalith.spec.plan import Plan
+from megalith.spec.treatment import copied_each_step
 
 SHORTER = 0.01
 """Share of a step that another form of the state must save in order to be chosen."""
@@ -73,8 +74,8 @@ def find(
     found = search(
         request.model, request.cluster, seq_len=train.seq_len, global_batch=train.global_batch, format=format, narrow=narrow,
         optimizer=request.run.optimizer.kind, moments=request.run.optimizer.small, master=request.run.optimizer.master,
-        gradients=train.gradients, outer=outer(request.sites), vocab_tile=train.vocab_tile, software=request.software,
-        top=top, valid=valid, scorer=scorer, space=space or space_of(request), tick=tick, differ=skeleton,
+        gradients=train.gradients, outer=outer(request.sites), vocab_tile=train.vocab_tile, copied=copied_each_step(request.run),
+        software=request.software, top=top, valid=valid, scorer=scorer, space=space or space_of(request), tick=tick, differ=skeleton,
     )  # fmt: skip
 
     def weighed(choice: Candidate) -> Candidate:

@@ -17,6 +17,8 @@ from megalith.planner.search import Candidate, Scorer
 from megalith.planner.training import Training, training
 from megalith.spec.phases import Phase, Phases
 from megalith.spec.plan import Plan
+from megalith.spec.run import TrainSpec
+from megalith.spec.treatment import copied_each_step
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,8 @@ class InPhase:
         }  # fmt: skip
 
 
-def workload_in(request: ResolvedRequest, plan: Plan, phase: Phase) -> Workload:
-    """Return the workload of a step of a phase under a plan."""
+def workload_in(request: ResolvedRequest, plan: Plan, phase: Phase | TrainSpec) -> Workload:
+    """Return the workload of a step of a phase, or of the run's own length and batch, under a plan."""
     optimizer, (format, narrow) = request.run.optimizer, request.computes
     return Workload(
         request.model,
@@ -53,6 +55,7 @@ def workload_in(request: ResolvedRequest, plan: Plan, phase: Phase) -> Workload:
         narrow=narrow,
         outer=outer(request.sites),
         vocab_tile=request.run.train.vocab_tile,
+        copied=copied_each_step(request.run),
     )
 
 

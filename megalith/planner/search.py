@@ -107,6 +107,7 @@ def search(
     outer: tuple[Slot, ...] = (),
     narrow: Narrow | None = None,
     vocab_tile: int = 0,
+    copied: bool = False,
     software: str = OURS,
     space: Space | None = None,
     top: int = 10,
@@ -121,7 +122,7 @@ def search(
     scorer, space = scorer or Scorer(calibration()), space or Space()
     plans = candidates(model, cluster, seq_len=seq_len, global_batch=global_batch, space=space)
     how = {"optimizer": optimizer, "moments": moments, "master": master, "gradients": gradients, "narrow": narrow}
-    how |= {"outer": outer, "vocab_tile": vocab_tile}
+    how |= {"outer": outer, "vocab_tile": vocab_tile, "copied": copied}
     workloads = [Workload(model, plan, cluster, seq_len, global_batch, format, assumed(plan, software), **how) for plan in plans]
     scorer.prepare(workloads, tick)
     rings, exchanges = ([one for one in workloads if is_ring(one.plan) == ring] for ring in (True, False))

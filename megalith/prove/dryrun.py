@@ -93,6 +93,7 @@ def count(spec: RunSpec, microbatches: Sequence[Samples], *, fake_tensors: bool)
                 meter.pass_over(tensor)
         meter.begin_step()
         done = train_step(trainer, microbatches, step=0)
+        trainer.state.complete()
         traffic, work = meter.traffic(), meter.work()
         watch = PrecisionWatch.of(trainer, lambda step: microbatches)
         if watch is not None:  # a step without a comparison sends and computes less, and a rank needs room for both

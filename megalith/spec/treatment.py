@@ -1,14 +1,15 @@
 """How a run's optimizer updates each parameter: the optimizer's kind, the learning rate, the weight decay, and the formats. No
 torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import NamedTuple, TypeAlias
 
 from megalith.spec.families.parametrization import is_hidden
 from megalith.spec.model import AttentionSpec, Growth, LatentAttentionSpec, ModelSpec
 from megalith.spec.optimizers import OPTIMIZERS
-from megalith.spec.run import GroupSpec, OptimizerSpec
+from megalith.spec.plan import Plan
+from megalith.spec.run import GroupSpec, OptimizerSpec, RunSpec
 from megalith.spec.sizes import Parameter, model_parameters
 from megalith.spec.state import LOWER, MASTER, WIDE, Moments, Slot, bytes_each, kept
 
@@ -90,6 +91,24 @@ def kinds(optimizer: OptimizerSpec) -> tuple[str, ...]:
     named = [optimizer.kind, *(group.kind for group in optimizer.groups if group.kind)]
     found = (kind for name in named for kind in (name, OPTIMIZERS[name].rest) if kind)
     return tuple(dict.fromkeys(found))
+
+
+def why_not_ahead(plan: Plan, used: Iterable[str], *, qk_clip: float = 0.0) -> str:
+    """Return the key of the run file, with its value, because of which state off the device is not updated while the next forward computes;
+    empty if it is. `used`: the optimizers of the run."""
+    whole = next((kind for kind in used if OPTIMIZERS[kind].unit != "element"), None)
+    if plan.post_validation:
+        return "plan.post_validation = true"
+    if plan.state.release:
+        return "plan.state.release = true"
+    if qk_clip:  # weights of heads change after the update
+        return f"optimizer.qk_clip = {qk_clip:g}"
+    return f'optimizer.kind = "{whole}"' if whole else ""
+
+
+def copied_each_step(spec: RunSpec) -> bool:
+    """Return True if the state in memory is copied after each step, which waits for the whole update."""
+    return spec.fleet.recover and spec.fleet.memory_every == 1 and spec.sites is None
 
 
 def amplifies(optimizer: OptimizerSpec) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from megalith.parallel.gradients import SharedParameters, shared
 from megalith.parallel.groups import Groups
 from megalith.parallel.passes import Runner
 from megalith.parallel.tables import StreamedTable, cut_tables, use_tiles
+from megalith.schedule.action import parts
 from megalith.schedule.lower import Program, lower
 from megalith.schedule.table import build
 from megalith.schedule.verify import problems
@@ -34,8 +36,9 @@ from megalith.spec.run import RunSpec
 from megalith.spec.sites import computed_size, within
 from megalith.spec.sizes import model_parameters, tied_names
 from megalith.spec.state import LOWER, MASTER, Place, gradient
-from megalith.spec.treatment import treatments
+from megalith.spec.treatment import kinds, treatments, why_not_ahead
 from megalith.train.measure.noise import NoiseMeter
+from megalith.train.offload.ahead import UpdatesAhead
 from megalith.train.offload.aside import aside_of
 from megalith.train.offload.home import home_of, lots_of
 from megalith.train.offload.release import Release, UpdateRequest
@@ -73,6 +76,7 @@ class Trainer:
     adaptive: AdaptiveClip | None = None
     heads: HeadClip | None = None
     release: Release | None = None
+    ahead: UpdatesAhead | None = None  # if it updates state off the device while the next forward computes
     tiers: Mapping[Place, AnyTier] = field(default_factory=dict[Place, AnyTier])
     tables: Mapping[str, StreamedTable] = field(default_factory=dict[str, StreamedTable])  # those that are read in tiles
     schedule: int | None = None  # steps of the schedule of learning rates that are done; None: as many as the state has updates
@@ -200,6 +204,14 @@ class Trainer:
         self.advance(number=self.state.updates, lr=self.lr)
         self._count_update()
 
+    def update_ahead(self) -> None:
+        """Update state on the device, and begin to update the rest; each gradient is freed once it is used."""
+        assert self.ahead is not None
+        self.ahead.begin(number=self.state.updates, lr=self.lr)
+        if self.adaptive is not None:
+            self.adaptive.commit()
+        self._count_update()
+
     def asked(self, factor: float | None) -> UpdateRequest:
         """Return the request to make the next update inside the backward, with gradients multiplied by `factor`; None: only measure the
         gradients."""
@@ -286,12 +298,12 @@ def assemble(
     partly = shared(builder.by_name, tied=tied, groups=groups)
     buckets = dict.fromkeys(bucket for runner in runners.values() for used in runner.buckets for bucket in used)
     treated = treatments(model, spec.optimizer)
-    kinds = {name: OPTIMIZERS[each.kind] for name, each in treated.items()}
+    units = {name: OPTIMIZERS[each.kind].unit for name, each in treated.items()}
     slots = {name: each.slots for name, each in treated.items()}
     halved = {
         name: weight for name, weight in builder.by_name.items() if treated[name].master in LOWER and local(weight.master).numel()
     }
-    lots = lots_of(plan.state, builder.by_name, slots, whole={name: kind.unit != "element" for name, kind in kinds.items()})
+    lots = lots_of(plan.state, builder.by_name, slots, whole={name: unit != "element" for name, unit in units.items()})
     tile = tile_rows(spec.train.vocab_tile, model.dim)
     use_tiles((runner.stage for runner in runners.values()), tile)
     streamed = [name for name, lot in lots.items() if MASTER in lot.slots and not lot.whole] if tile and plan.cuts_tables else []
@@ -310,10 +322,12 @@ def assemble(
     looks = spec.stability.extremes_every if spec.stability.watch else 0
     executor = Executor(program, runners, reducer=builder.reducer, groups=groups, hidden=hidden_of(spec, device))
     home = home_of(lots, plan.state, folder=folder, rank=groups.rank)
+    order = dict.fromkeys(action.stage for entry in program.rows[executor.rank] for action in parts(entry) if action.kind == "F")
     state = State(parameters, buffers, slots, scale, home, usual, halved, gradient(spec.train.gradients))
     rule = Optimizer(spec.optimizer, treated, GlobalTensors.of(parameters, described, partly, groups), target=target)
-    used = [[bucket for part in runner.buckets for bucket in part] for runner in runners.values()]
-    within_backward = {"state": state, "rule": rule, "parameters": parameters, "clock": executor.clock, "tables": tables}
+    used = [[bucket for part in runners[stage].buckets for bucket in part] for stage in order]
+    updating = {"state": state, "rule": rule, "clock": executor.clock}
+    ahead = home is not None and not why_not_ahead(plan, kinds(spec.optimizer), qk_clip=optimizer.qk_clip)
     return Trainer(
         run=whole,
         spec=spec,
@@ -331,7 +345,10 @@ def assemble(
         callbacks=callbacks or Callbacks(),
         adaptive=adaptive,
         heads=heads,
-        release=Release(builder.by_name, used, partly, **within_backward) if plan.state.release else None,
+        release=Release(builder.by_name, used, partly, parameters=parameters, tables=tables, **updating)
+        if plan.state.release
+        else None,
+        ahead=UpdatesAhead(builder.by_name, chain(*used), **updating) if ahead else None,
         tiers=tiers,
         tables=tables,
     )

@@ -63,6 +63,7 @@ class StateGuard:
         self._in_memory = ChecksumInPlace(trainer.state.shares().values())
         self._merged_in_memory, self._merged = ChecksumInPlace(merged), 0
         self._digests: dict[int, int] = {}  # of the state after so many steps, without the loss scale
+        self._coming: tuple[int, Callable[[], int]] | None = None  # steps, and their digest once it is known
         self._good = 0  # states up to this step are known, or must be taken, to be right
         self._disk_failed = False
         every = self.fleet.verify_every
@@ -98,6 +99,7 @@ class StateGuard:
 
     def after_reduction(self, trainer: Trainer, step: int, nll: torch.Tensor) -> None:
         """Check that replicas had the same state and computed the same gradients."""
+        self._take_digest()
         if self.replicas:
             self._judge_replicas(step, self.replicas.wait())
         if self._verifies(step):
@@ -116,10 +118,20 @@ class StateGuard:
             text = f"rank {rank}'s update in step {step + 1} differs from the same update, recomputed from a copy of the state"
             self._accuse(StateCorrupt(**self._here(step, rank), where="update"), text)
         if self.fleet.digest:
-            known = self._without_scale(self._digest())
-            self._digests = {at: d for at, d in self._digests.items() if at >= step} | {step + 1: known}
-            if self.replicas:
-                self.replicas.start(self._whole(known))
+            ahead = trainer.ahead is not None
+            self._coming = step + 1, trainer.state.behind.result(self._digest) if ahead else self._digest
+            if not ahead:
+                self._take_digest()
+
+    def _take_digest(self) -> None:
+        """Record the digest of the newest update. If the next forward hid this update, its thread computed the digest."""
+        coming, self._coming = self._coming, None
+        if coming is None:
+            return
+        step, known = coming[0], self._without_scale(coming[1]())
+        self._digests = {at: digest for at, digest in self._digests.items() if at >= step - 1} | {step: known}
+        if self.replicas:
+            self.replicas.start(self._whole(known))
 
     def update_skipped(self, trainer: Trainer, step: int) -> None:
         """Check that the skipped step left the state unchanged, and record the same digest for the next step."""
@@ -138,6 +150,7 @@ class StateGuard:
 
         Also call this before a checkpoint is saved, because a checkpoint of an altered state would match its own checksums.
         """
+        self._take_digest()
         known = self._digests.get(step)
         if known is not None and (found := self._digest()) != (known := self._whole(known)):
             self._altered(step, "the state", known, found)
@@ -207,12 +220,15 @@ class StateGuard:
 
     def before_merge(self, step: int) -> None:
         """Check the state after `step` steps before other sites get it."""
+        self._take_digest()
         if self.replicas:
             self._judge_replicas(step, self.replicas.wait())
         self.check_all(step)
 
     def adopt(self, step: int) -> None:
         """Start to guard a state after `step` steps that no update made: the state of a copy to which the run rewound, or of a merge."""
+        self.trainer.state.complete()
+        self._coming = None
         if self.fleet.digest:
             self._digests = {step: self._without_scale(self._digest())}
             self._merged = self._merged_in_memory()
@@ -306,6 +322,7 @@ class StateGuard:
     def copy(self, step: int, samples: int) -> None:
         """Copy the state after `step` steps."""
         assert self.memory is not None
+        self._take_digest()
         updates = self.trainer.state.updates
         history, callbacks = self.trainer.state.history, self.trainer.callbacks
         text = callbacks.add_to(history.dump()) if self.memory.room else ""

@@ -13,6 +13,7 @@ from megalith.parallel.data import Weight, local
 from megalith.spec.numbers import NUMBERS
 from megalith.spec.state import CATEGORIES, GRADIENT, LOWER, MASTER, UPPER, Category, Slot, bytes_each
 from megalith.train.masters import JoinedMasters
+from megalith.train.offload.behind import Behind
 from megalith.train.offload.home import Disk, Host
 from megalith.train.optimizers.rule import Part
 from megalith.train.stability.history import History
@@ -57,6 +58,8 @@ class State:
         self._scale = scale
         self._shares = {name: local(parameter).detach() for name, parameter in parameters.items()}
         self._halved, self._gradient = halved or {}, gradient
+        self.behind = Behind(next(iter(self._shares.values())))
+        """The thread that updates state off the device while the next forward computes (`train.offload.ahead`)."""
         away = home.held if home is not None else {}
         named = dict.fromkeys([MASTER, *(slot for name in self._shares for slot in slots[name])])
         self._held: dict[Slot, dict[str, Tensor | StreamedShare]] = {slot: {} for slot in named}
@@ -100,6 +103,10 @@ class State:
         overflow."""
         return self.skipped - self.history.left_out - (self._scale.overflows if self._scale is not None else 0)
 
+    def complete(self) -> None:
+        """Wait until the newest update is complete. Raises what it raised. Every method that gives others access to values does this."""
+        self.behind.wait()
+
     def parts(self) -> list[Part]:
         """Return every parameter's share on this rank, with its gradient. A share that is empty on this rank may have no gradient."""
         return [self.part(name) for name in self._shares]
@@ -135,6 +142,7 @@ class State:
 
     def undo(self) -> None:
         """Undo the newest update in the offloaded state; the caller restores the tensors of `changed`."""
+        self.complete()
         if self.home is not None:
             self.home.undo()
 
@@ -154,6 +162,7 @@ class State:
 
     def updated(self) -> list[Tensor]:
         """Return the shares in memory to which an update writes."""
+        self.complete()
         held = [share for kept in self._held.values() for share in kept.values() if isinstance(share, Tensor)]
         return [*held, *_moved(self._halved.values())]
 
@@ -194,6 +203,7 @@ class State:
 
     def put(self, slot: Slot, name: str, values: Tensor) -> None:
         """Write `values` to this rank's share of a slot, even if it is off the device."""
+        self.complete()
         share = self._held[slot][name]
         if isinstance(share, Tensor):
             share.copy_(values)
@@ -208,6 +218,7 @@ class State:
     def master(self, name: str) -> Tensor:
         """Return this rank's share of the master weights of a parameter, or of a buffer, on the device: the tensor that training changes,
         or a copy if the master weights are off the device or in two halves."""
+        self.complete()
         if name in self.buffers:
             return self.buffers[name]
         share = self._held[MASTER][name]
@@ -250,7 +261,8 @@ class State:
 
     @property
     def sum(self) -> int:
-        """The sum of all words of the shares on disk, from which digests are computed; 0 if all shares are in memory."""
+        """The sum of all words of the shares on disk, from which digests are computed; 0 if all shares are in memory. The thread that
+        updates may ask for it, so it does not wait."""
         return 0 if self.home is None else self.home.sum
 
     def bytes(self) -> dict[str, int]:
@@ -270,6 +282,7 @@ class State:
     def _walk(self, categories: Sequence[Category]) -> Iterator[tuple[Slot, str, Tensor | StreamedShare, Tensor]]:
         """Yield, for each share of this rank: the slot, the parameter's name, the share, and the parameter's tensor, which is sharded in
         the same way. Buffers come after the weights."""
+        self.complete()
         for slot, kept in self._held.items():
             if categories and slot.category not in categories:
                 continue

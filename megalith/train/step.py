@@ -131,7 +131,8 @@ class Stepper:
         return [train_step(self.trainer, microbatches, step=step, stop=stop, **how)]
 
     def settle(self) -> list[StepResult]:
-        """Verify all remaining steps; return the steps that are now verified."""
+        """Complete the newest update, and verify all remaining steps; return the steps that are now verified."""
+        self.trainer.state.complete()
         return []
 
 
@@ -148,6 +149,8 @@ def accumulate(trainer: Trainer, microbatches: Sequence[Samples], *, check: Chec
     executed = trainer.executor.run(batches, check=check)
     if trainer.release is not None:
         trainer.release.wait()  # a gradient whose update still runs was divided by the loss scale already
+    if trainer.ahead is not None:
+        executed = replace(executed, marks=[*executed.marks, *trainer.ahead.take_marks()])
     done = clock.mark()
     gradients.add_up(trainer.parameters, trainer.shared, trainer.groups)
     gradients.scale([p.grad for p in trainer.parameters.values() if p.grad is not None], 1 / trainer.gradient_scale)
@@ -416,6 +419,9 @@ def clipped_update(
     if factor != 1.0 or not clipped:
         trainer.clip(factor, number=trainer.state.updates)
     notify(step_hooks, "before_update", trainer, step)
+    if trainer.ahead is not None:
+        trainer.update_ahead()
+        return
     trainer.update()
     trainer.state.drop_gradients()
 

@@ -32,7 +32,8 @@ class StepHook(Protocol):
         """Called before the optimizer uses the gradients."""
 
     def after_update(self, trainer: Trainer, step: int) -> None:
-        """Called right after the update."""
+        """Called right after the update. State off the device may still be updated in a thread (`train.offload.ahead`); methods of `State`
+        that give access to values wait for it."""
 
     def update_skipped(self, trainer: Trainer, step: int) -> None:
         """Called when the step's update was skipped or undone, so that the state is the same as before the step."""

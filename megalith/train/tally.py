@@ -179,8 +179,10 @@ _WENT_TO |= {"UPDATE_WAIT": "optimizer"}
 
 
 def _spans(trainer: Trainer, accumulated: StepGradients) -> list[tuple[str, float, float]]:
+    """Return when a step's actions ran. Updates of the previous step may have begun before this one."""
     clock, (_, zero, _) = trainer.executor.clock, accumulated.marks[0]
-    return [(name, clock.seconds(zero, start), clock.seconds(zero, end)) for name, start, end in accumulated.executed.marks]
+    spans = ((name, clock.seconds(zero, start), clock.seconds(zero, end)) for name, start, end in accumulated.executed.marks)
+    return [(name, max(0.0, start), end) for name, start, end in spans if end > 0]
 
 
 def peak_bytes(device: torch.device) -> int:

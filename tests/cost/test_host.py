@@ -4,13 +4,15 @@ from itertools import pairwise
 import pytest
 
 from megalith.cost import host
-from megalith.cost.estimate import estimate
+from megalith.cost.estimate import Time, estimate
+from megalith.cost.software import TRAINER
 from megalith.cost.workload import SoftwareProfile
 from megalith.planner.candidates import offloaded
 from megalith.spec import cluster as clusters
 from megalith.spec.cluster import HostSpec
 from megalith.spec.plan import Plan, StateSpec
 from megalith.spec.sizes import model_parameters
+from megalith.spec.state import Place
 from tests.cost.models import dense, workload
 
 
@@ -73,3 +75,23 @@ def test_only_reads_from_the_disk_run_beside_the_computation(place):
         assert added == pytest.approx(alone, rel=1e-3)
     else:
         assert 0 < added < 0.99 * alone
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+@pytest.mark.parametrize("sequences", [1, 1 << 14])
+def test_the_next_forward_hides_the_update_except_for_two_parts(place: Place, sequences: int):
+    """A short forward hides at most its own time. Other software, and an update before the norm is known, hide nothing."""
+    plan = Plan(microbatch=sequences, state=StateSpec(optimizer=place))
+    early, plain = plan.model_copy(update={"post_validation": True}), SoftwareProfile()
+
+    def predicted(plan: Plan, software: SoftwareProfile = TRAINER, **how: bool) -> Time:
+        return estimate(workload(dense(), plan, global_batch=sequences, software_profile=software, **how)).time
+
+    exposed = predicted(early).optimizer
+    assert predicted(plan, plain).optimizer == predicted(early, plain).optimizer
+    assert (predicted(plan, copied=True).optimizer == exposed) == (place == "host")
+    hidden = exposed - predicted(plan).optimizer
+    if sequences > 1:  # of the embedding, four blocks and the head
+        assert hidden == pytest.approx(exposed * 4 / 6)
+    else:
+        assert 0 < hidden < exposed * 4 / 6 and hidden < predicted(plan).compute / 2

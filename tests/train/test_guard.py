@@ -144,12 +144,20 @@ def only(rank: int, **acts: Moment) -> Callable[[int], StepHook | None]:
 ALONE: dict[str, Any] = {"plan": {}}
 
 
-@pytest.mark.parametrize("which", ["weights", "moments.first", "moments.second"])
-def test_a_bit_flipped_at_rest_is_found_and_blamed(which: str) -> None:
+ON_HOST: dict[str, Any] = {"plan": {"state": {"optimizer": "host"}}}
+"""The next forward hides updates, and their thread computes the digest."""
+
+
+@pytest.mark.parametrize(
+    ("run", "which"),
+    [*((ALONE, which) for which in ("weights", "moments.first", "moments.second")), (ON_HOST, "moments.second")],
+    ids=str,
+)
+def test_a_bit_flipped_at_rest_is_found_and_blamed(run: dict[str, Any], which: str) -> None:
     def act(trainer: Trainer, step: int) -> None:
         flip(next(share for name, share in trainer.state.shares().items() if name.startswith(which)))
 
-    (found,) = train(ALONE, only(0, after_step=act))
+    (found,) = train(run, only(0, after_step=act))
     (observation,) = found.observed
     assert isinstance(observation, StateCorrupt) and (
         observation.rank,

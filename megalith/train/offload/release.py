@@ -8,17 +8,14 @@ is now known. The result is bitwise equal to that of an update after the backwar
 norm, so that no update is written in vain.
 """
 
-import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from megalith.events import ReleasePaused
 from megalith.parallel import gradients
@@ -26,6 +23,7 @@ from megalith.parallel.clock import Clock
 from megalith.parallel.data import Bucket, Weight, local
 from megalith.parallel.gradients import Norms, SharedParameters
 from megalith.parallel.tables import StreamedTable
+from megalith.train.offload.behind import Behind
 from megalith.train.optimizers.rule import Optimizer, Part
 from megalith.train.state import State
 
@@ -70,28 +68,6 @@ class UpdateRequest:
     lr: float
 
 
-class _Behind:
-    """Runs one function at a time in a thread, while the caller computes."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._ended: Callable[[], None] | None = None
-        begin = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="update", initializer=begin)
-        weakref.finalize(self, self._thread.shutdown)
-
-    def start(self, function: Callable[[], None], *, counted: bool) -> None:
-        """Start a function after the last one has ended. `counted`: True if only what this thread allocates is counted, as in a dry run;
-        then the function runs in this thread when `wait` is called. Raises what the last function raised."""
-        self.wait()
-        self._ended = function if counted else self._thread.submit(function).result
-
-    def wait(self) -> None:
-        """Wait until the last function has ended. Raises what it raised."""
-        ended, self._ended = self._ended, None
-        if ended is not None:
-            ended()
-
-
 class Release:
     """Makes a rank's updates inside the backward. All of the optimizer's state must be on disk, and the update rules must be
     elementwise."""
@@ -125,8 +101,7 @@ class Release:
         """For each parameter, the number of non-finite elements in the last pass's gradient."""
         self.marks: list[tuple[str, object, object]] = []
         """Start and end times of the last pass's updates."""
-        share = local(next(iter(parameters.values())))
-        self._dry, self._behind = isinstance(share, FakeTensor), _Behind(share.device)
+        self._behind = Behind(local(next(iter(parameters.values()))))
         self.asked: UpdateRequest | None = None
         """The request of the last pass; None if the pass was undone, or if its update was counted."""
 
@@ -191,8 +166,7 @@ class Release:
         return [self.state.part(name) for name in names]
 
     def _start(self, parts: Callable[[], list[Part]], asked: UpdateRequest, factor: float) -> None:
-        counted = self._dry or torch._C._len_torch_dispatch_stack() > 0
-        self._behind.start(partial(self._update, parts, asked, factor), counted=counted)
+        self._behind.start(partial(self._update, parts, asked, factor))
 
     def wait(self) -> None:
         """Wait until the update that runs has ended. Raises what it raised."""

@@ -64,6 +64,7 @@ def _trained(rank: int, specs: list[RunSpec], steps: int) -> list[Trained]:
         stepper, told = stepper_of(trainer), []
         for step in range(steps):
             told += stepper.step(microbatches(trainer, step), step=step)
+        stepper.settle()
         assert all(parameter.grad is None for parameter in trainer.parameters.values())
         found.append((told, _held(trainer)))
     return found
