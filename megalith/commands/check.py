@@ -65,7 +65,7 @@ def command(
     if as_json:
         prices = {"prices": [one.to_json() for one in priced]} if price else {}
         spec = checked.resolved.spec
-        updated = {} if wrong else {"updated": _treated_rows(spec), "phases": _phase_rows(spec)}
+        updated = {} if wrong else {"updated": _treated_rows(spec), "clipping": _clipping(spec), "phases": _phase_rows(spec)}
         prices |= {"gains": gained and gained.to_json()} if fp8 else {}
         print_json({"ok": not wrong, "problems": problem_rows(problems)} | prices | updated | checked.as_json())
         return BAD_SPECIFICATION if wrong else 0
@@ -81,6 +81,8 @@ def command(
     if fp8:
         _show_gains(gained, checked.resolved.spec)
     _show_treated(checked.resolved.spec)
+    if clipping := _clipping(checked.resolved.spec):
+        print(f"clipping: {clipping}")
     _show_run(checked.resolved.spec)
     _show_phases(checked.resolved.spec)
     return 0
@@ -173,6 +175,13 @@ def _show_treated(spec: "RunSpec") -> None:
             "optimizer state for each element of a large matrix: "
             f"{kept_of(spec.optimizer, compute, gradients=spec.train.gradients)}"
         )
+
+
+def _clipping(spec: "RunSpec") -> str:
+    """Describe how a run clips exactly if it updates off the device, or before the norm is known; otherwise empty."""
+    from megalith.spec.treatment import exact_clipping
+
+    return exact_clipping(spec) if spec.optimizer.clip else ""
 
 
 def _show_run(spec: "RunSpec") -> None:

@@ -20,6 +20,7 @@ from megalith.planner.site_plans import SitesResult
 from megalith.planner.slowdown import SlowdownReport
 from megalith.report import units
 from megalith.spec.plan import Plan
+from megalith.spec.treatment import copied_each_step, kinds, why_not_ahead
 
 GIB = 2**30
 
@@ -227,11 +228,20 @@ def _offloaded(found: PlanResult) -> str:
     made = any(choice is not None and choice.plan.state.weights != "device" for choice in shown)
     return (
         f"\no: % of the optimizer's state offloaded to host memory (at most {cluster.host_room / GIB:.0f} GiB a device{said}), "
-        f"and updated there; a: % of the blocks whose activations are kept there; disk: kept on disk instead"
-        f"{'; released: the backward frees gradients, and a clipped step is computed twice' * freed}"
+        f"and updated there{_waiting(found)}; a: % of the blocks whose activations are kept there; disk: kept on disk instead"
+        f"{'; released: updated in the backward, which frees gradients, and a clipped step is computed twice' * freed}"
         f"{'; weights: computed from the offloaded state at each gather' * made}. "
         f"{count:,} {'plan fits' if count == 1 else 'plans fit'} only with --offload."
     )
+
+
+def _waiting(found: PlanResult) -> str:
+    """Return when state off the device is updated, unless gradients are released."""
+    run = found.request.run
+    if why_not_ahead(Plan(), kinds(run.optimizer), qk_clip=run.optimizer.qk_clip):
+        return ""
+    host = ", which state in host memory does only with fleet.memory_every above 1" if copied_each_step(run) else ""
+    return f" once the norm is known, while the next forward computes{host}"
 
 
 def gain_over_own_plan(found: PlanResult) -> str:

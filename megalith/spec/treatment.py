@@ -111,6 +111,27 @@ def copied_each_step(spec: RunSpec) -> bool:
     return spec.fleet.recover and spec.fleet.memory_every == 1 and spec.sites is None
 
 
+def exact_clipping(spec: RunSpec) -> str:
+    """Describe how the run clips exactly although the norm is known late: when it updates, and how it undoes a wrong update. Empty if all
+    parts are updated on the device once the norm is known."""
+    plan, optimizer = spec.plan, spec.optimizer
+    undo = f"copies of {bytes_each([*masters_of(optimizer), *slots_of(optimizer)]):g} bytes a parameter"
+    if plan.state.optimizer == "disk" and plan.state.share == 1:
+        undo = "the slots on disk that are not in use"
+    if plan.state.release:
+        return f"each part is updated inside the backward, before the norm is known; {undo} undo it, and a clipped step is computed again"
+    if plan.post_validation:
+        return f"weights are updated before the norm is known, and validated in the next step; {undo} undo a wrong update"
+    if not plan.state.away:
+        return ""
+    waits = "the update waits for the norm"
+    if reason := why_not_ahead(plan, kinds(optimizer), qk_clip=optimizer.qk_clip):
+        return f"{waits}, and ends before the next step begins, because {reason} needs all parts at once"
+    if plan.state.optimizer == "host" and copied_each_step(spec):
+        return f"{waits}, and ends before the next step begins, because fleet.memory_every = 1 copies the state after each step"
+    return f"{waits}, then runs while the next forward computes; an update before the norm would need {undo} to undo it"
+
+
 def amplifies(optimizer: OptimizerSpec) -> bool:
     """Return True if rounding in a gradient can visibly change a later update: because the update rule amplifies it, or because
     an 8- or 16-bit moment may round to another number."""

@@ -98,6 +98,32 @@ def test_check_shows_which_parameters_are_updated_in_which_way():
     assert "blocks.0.attention.q.weight" in next(row["parameters"] for row in said["updated"] if row["kind"] == "muon")
 
 
+HOST, RARELY = {"plan.state.optimizer": "host"}, {"plan.state.optimizer": "host", "fleet.memory_every": "8"}
+DISK, NARROW = {"plan.state.optimizer": "disk"}, {"plan.microbatch": "64", "train.precision": "bf16"}
+AHEAD = "then runs while the next forward computes; an update before the norm would need"
+WAYS = [
+    ({}, ""),
+    (HOST, "ends before the next step begins, because fleet.memory_every = 1 copies the state"),
+    (RARELY, f"{AHEAD} copies of 12 bytes a parameter to undo it"),
+    (RARELY | {"optimizer.kind": "lion"}, f"{AHEAD} copies of 8 bytes"),
+    (DISK, f"{AHEAD} the slots on disk that are not in use"),
+    (HOST | {"optimizer.kind": "muon"}, 'ends before the next step begins, because optimizer.kind = "muon" needs all parts'),
+    ({"plan.post_validation": "true"}, "validated in the next step; copies of 12 bytes a parameter undo a wrong update"),
+    (DISK | NARROW | {"plan.state.release": "true"}, "before the norm is known; the slots on disk that are not in use undo it"),
+    (HOST | {"optimizer.clip": "0"}, ""),
+]
+
+
+@pytest.mark.parametrize(("settings", "said"), WAYS, ids=str)
+def test_check_says_in_which_exact_way_a_run_clips_and_why(settings: dict[str, str], said: str):
+    given = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    result = call("check", "run.toml", *given)
+    assert result.exit_code == 0, result.output
+    assert ("clipping: " in result.stdout) == bool(said) and said in result.stdout
+    found = json.loads(call("check", "run.toml", "--json", *given).stdout)["clipping"]
+    assert said in found and bool(found) == bool(said)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("setting", "key"), [("model.preset=llama3-70b", "model.name"), ("train.device=cuda", "train.device")])
 def test_what_this_machine_lacks_is_advice_and_an_error_for_a_run_here(setting: str, key: str, monkeypatch: pytest.MonkeyPatch):
