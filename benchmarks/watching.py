@@ -73,7 +73,7 @@ def measure(rank: int, spec: RunSpec, rounds: int) -> dict[str, float]:
         read=lambda step: [],
         mine=lambda step: [],
         numbers=lambda step: range(0),
-        phase=lambda step: first,
+        shape=lambda step: (first, batch),
         place=lambda number: "",
     )
     with tempfile.TemporaryDirectory() as folder:

@@ -19,11 +19,12 @@ from megalith.models.init import initialise
 from megalith.models.moe import Moe
 from megalith.models.stage import Stage
 from megalith.parallel.context import ContextGroups, split_context
-from megalith.parallel.data import Bucket, Place, Weight
+from megalith.parallel.data import Bucket, Weight
 from megalith.parallel.expert import held_of, split_experts
 from megalith.parallel.groups import Groups
 from megalith.parallel.moe_overlap import dispatches_tokens, forward
 from megalith.parallel.passes import Runner
+from megalith.parallel.place import Place
 from megalith.parallel.precision import apply_precision, matrices, share_maxima
 from megalith.parallel.recompute import apply_recompute, rounding_of
 from megalith.parallel.reduction import Reducer

@@ -20,9 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor
 
 from megalith.kernels import halves
 from megalith.kernels.multiply import Multiply
@@ -30,6 +28,7 @@ from megalith.kernels.numbers import Dtypes
 from megalith.kernels.quantise import Scaling
 from megalith.parallel.groups import wait_for
 from megalith.parallel.parcel import Item, Parcel, chunks_to_rows, rows_to_chunks
+from megalith.parallel.place import Place
 from megalith.parallel.reduction import Reduction
 from megalith.parallel.source import Put, Source
 from megalith.spec.numbers import whole_tiles
@@ -43,32 +42,6 @@ def local(tensor: Tensor) -> Tensor:
         torch.no_grad()
     ):  # before detaching, not after: on a mesh of four axes, torch takes a second to think of all layouts a DTensor might have
         return tensor.to_local()
-
-
-@dataclass(frozen=True)
-class Place:
-    """Location of a parameter's shares. The axes of `mesh` are the copies, the shards, and then the axes that split the computation;
-    `split` says how each of the latter splits the parameter."""
-
-    mesh: DeviceMesh
-    split: tuple[Placement, ...]
-    dim: int = 0  # along which the shards cut it
-
-    def placements(self) -> tuple[Placement, ...]:
-        """Placements of the sharded (master) DTensor. The axes of `split` cut the parameter first, and the shard axis cuts the resulting
-        pieces; if both cut the same dimension, the placement is a strided shard."""
-        parts = [self.mesh.size(2 + axis) for axis, p in enumerate(self.split) if isinstance(p, Shard) and p.dim == self.dim]
-        factor = prod(parts)
-        shard = _StridedShard(self.dim, split_factor=factor) if factor > 1 else Shard(self.dim)
-        return (Replicate(), shard, *self.split)
-
-    def shape(self, computes: Sequence[int]) -> tuple[int, ...]:
-        """Return the whole parameter's shape, from the shape of the compute tensor."""
-        sizes = list(computes)
-        for axis, placement in enumerate(self.split):
-            if isinstance(placement, Shard):
-                sizes[placement.dim] *= self.mesh.size(2 + axis)
-        return tuple(sizes)
 
 
 class Weight:

@@ -21,8 +21,8 @@ from megalith.models.init import HeldExperts
 from megalith.models.moe import Experts, LocalRows, Moe, Pending, Traffic
 from megalith.models.router import EvenRouting, earlier
 from megalith.parallel.conjugate import conjugates
-from megalith.parallel.data import Place
 from megalith.parallel.groups import Groups, ranks_in
+from megalith.parallel.place import Place
 from megalith.parallel.tensor import gather
 from megalith.spec.plan import Plan
 

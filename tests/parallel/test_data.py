@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalith.kernels.numbers import Dtypes
-from megalith.parallel.data import Bucket, Place, Weight, local
+from megalith.parallel.data import Bucket, Weight, local
 from megalith.parallel.parcel import chunks_to_rows, rows_to_chunks
+from megalith.parallel.place import Place
 from megalith.parallel.reduction import Reducer
 from megalith.schedule.action import parts
 from megalith.spec.run import RunSpec
