@@ -66,14 +66,14 @@ class PoisonedStream:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def batch(self, part: range) -> Batch:
+    def batch(self, part: Sequence[int]) -> Batch:
         """Return the samples whose numbers are in `part`. The random tokens are drawn with the number of the first sample as seed."""
         self.read += part
         found = self._stream.batch(part)
         share = max((self._shares.get(number, 0.0) for number in part), default=0.0)
         if not share:
             return found
-        draw = np.random.default_rng(part.start)
+        draw = np.random.default_rng(part[0])
         hit = draw.random(found.tokens.shape) < share
         noise = draw.integers(0, self._stream.vocab_size, found.tokens.shape)
         tokens = np.where(hit, noise, found.tokens)
