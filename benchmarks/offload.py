@@ -6,13 +6,21 @@ the other.
 Memory is the peak resident memory during the steps, minus that before the model was built: weights, gradients, state, activations
 and buffers. Bytes read and written are those of the disk, from /proc/self/io. The losses must be bitwise equal for all places;
 otherwise the script fails.
+
+    python benchmarks/offload.py --rate --steps 5 --folder /mnt/nvme --json
+
+With `--rate`, only the disk's rate is measured: in turn, an update of the state on disk, and a plain copy of as many bytes between two
+other files in the same folder, one chunk after another, with the same block size and the same direct I/O, synced at the end. Each step has
+few tokens, and only the time of its update counts.
 """
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +35,8 @@ from megalith.prove.worlds import run_ranks
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import assemble, mesh_groups
 from megalith.train.batches import indices
+from megalith.train.offload.home import Disk
+from megalith.train.offload.slot_file import SlotFile, memory_of, move_all
 from megalith.train.step import train_step
 
 PLACES: dict[str, dict[str, Any]] = {
@@ -44,9 +54,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--chunk", type=int, default=4, help="MiB of one tensor in a chunk")
     parser.add_argument("--folder", default="", help="where the file goes; default: with temporary files")
+    parser.add_argument("--rate", action="store_true", help="compare the disk's rate during updates with a plain copy's")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    if given.rate:
+        print_rates(given)
+        return
     found = {}
     for place, asked in PLACES.items():
         state = asked | {"chunk": given.chunk, "folder": given.folder or tempfile.gettempdir()}
@@ -101,6 +115,53 @@ def measure(rank: int, spec: RunSpec) -> dict[str, Any]:
         "passes": passes / spec.train.steps,
         "losses": losses,
     }
+
+
+def print_rates(given: argparse.Namespace) -> None:
+    """Measure and print the disk's rates."""
+    state = {"optimizer": "disk", "chunk": given.chunk, "folder": given.folder or tempfile.gettempdir()}
+    (found,) = run_ranks(rates, 1, run_of(state, given.steps + 1), timeout=3600.0)
+    if given.json:
+        print(json.dumps(found))
+        return
+    ours, plain = (statistics.median(found[key]) / 2**20 for key in ("update", "copy"))
+    share = statistics.median(a / b for a, b in zip(found["update"], found["copy"], strict=True))
+    print(f"blocks of {found['block'] / 2**20:,.1f} MiB, {'direct I/O' if found['direct'] else 'through the page cache'}")
+    print(f"read and written while updates run  {ours:,.0f} MiB/s")
+    print(f"plain copy beside it, in turn       {plain:,.0f} MiB/s")
+    print(f"updates reach {share:.0%} of the plain copy (median of {given.steps} pairs)")
+
+
+def rates(rank: int, spec: RunSpec) -> dict[str, Any]:
+    """Return the bytes that the disk moved per second in each update, and in a plain copy after it. The first step is not counted, because
+    it writes to new files."""
+    trainer = assemble(spec, groups=mesh_groups(spec, torch.device("cpu")), device=torch.device("cpu"))
+    home, text, found = trainer.state.home, RandomText(spec), {"update": list[float](), "copy": list[float]()}
+    assert isinstance(home, Disk)
+    layout = home.slots.layout
+    pair = [SlotFile(home.slots.path, layout) for _ in range(2)]
+    copy(pair[1], pair[0])  # a file's first writes take longer
+    for step in range(spec.train.steps):
+        before = sum(_moved())
+        done = train_step(trainer, [text.batch(part) for part in indices(spec, first=step, data_rank=0)], step=step)
+        if moved := sum(_moved()) - before:
+            found["update"].append(moved / done.breakdown["optimizer"])
+        start, size = time.perf_counter(), copy(*pair)
+        found["copy"].append(size / (time.perf_counter() - start))
+        pair.reverse()
+    if not found["update"]:
+        raise SystemExit(f"{home.slots.path.parent} is not on a disk: /proc/self/io counts no bytes. Use --folder")
+    return {key: list(values[1:]) for key, values in found.items()} | {"block": max(layout.rooms), "direct": pair[0].direct}
+
+
+def copy(source: SlotFile, target: SlotFile) -> int:
+    """Copy the chunks of a file, one after another, and sync them. Return the number of bytes that were read and written."""
+    layout, buffer = source.layout, memory_of(max(source.layout.rooms)).numpy()
+    for start, room in zip(layout.starts, layout.rooms, strict=True):
+        move_all(os.preadv, source.descriptor, buffer[:room], start)
+        move_all(os.pwritev, target.descriptor, buffer[:room], start)
+    target.sync()
+    return 2 * sum(layout.rooms)
 
 
 def _peak() -> int:

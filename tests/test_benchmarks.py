@@ -1,6 +1,8 @@
 """Long benchmarks: their cases, and a small version of the whole in tests that may take minutes."""
 
+import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import cases, link, optimizers, precision, sites, spikes
+from benchmarks import cases, link, optimizers, precision, sites, spikes, within_memory
 from benchmarks.optimizers import GRIDS, Case, Ran, Search, best_of, kept, print_table, reached
 from megalith.check import check
 from megalith.machine import wire
@@ -265,3 +267,125 @@ def test_the_study_searches_once_for_each_method() -> None:
     assert sites.at_best(study, best, "data parallelism", "1.5M", 0) == ("data parallelism", "1.5M", 600, 30, 0)
     spec = sites.run_of("Muon, 2 bits", "none", "1.5M", 600, 30, 2, {"lr": 0.7, "momentum": 0.6})
     assert spec.sites is not None and (spec.sites.lr, spec.sites.momentum, spec.sites.bits) == (0.7, 0.6, 2)
+
+
+V1 = "4:memory:/own\n1:cpu:/\n"
+V2 = "0::/user/own\n"
+
+
+@pytest.fixture
+def control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with files like those of control groups. The kernel removes a group's files with its folder; here the test does."""
+    monkeypatch.setattr(Path, "rmdir", shutil.rmtree)
+    for name in ("memory/own", "user/own", "proc/self"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "proc/swaps").write_text("Filename Type Size Used Priority\n")
+    (tmp_path / "cgroup.controllers").write_text("cpu memory\n")
+    (tmp_path / "user/cgroup.subtree_control").write_text("cpu\n")
+    (tmp_path / "user/own/cgroup.subtree_control").mkdir()  # the kernel refuses: the group has processes
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("line", "parent", "files"),
+    [
+        (V1, "memory/own", {"memory.limit_in_bytes": f"{900 << 20}", "memory.memsw.limit_in_bytes": f"{900 << 20}"}),
+        (V2, "user", {"memory.max": f"{900 << 20}", "memory.swap.max": "0"}),
+    ],
+)
+def test_a_control_group_has_a_limit_and_no_swap(line: str, parent: str, files: dict[str, str], control_groups: Path) -> None:
+    (control_groups / "proc/self/cgroup").write_text(line)
+    with within_memory.group(900, cgroups=control_groups, proc=control_groups / "proc") as made:
+        assert made.folder.parent == control_groups / parent
+        assert {each.name: each.read_text() for each in made.folder.iterdir()} == files
+        made.enter()
+        assert (made.folder / "cgroup.procs").read_text().isdecimal()
+        (made.folder / made.names.now).write_text("70")
+        made.look()
+        (made.folder / made.names.now).write_text("60")
+        made.look()
+        assert made.peak == 70  # a kernel without memory.peak
+        (made.folder / made.names.peak).write_text("80")
+        assert made.peak == 80
+    assert not made.folder.exists()
+    assert line != V2 or (control_groups / "user/cgroup.subtree_control").read_text() == "+memory"
+
+
+def test_the_reason_is_given_where_no_control_group_can_be_made(control_groups: Path) -> None:
+    (control_groups / "proc/self/cgroup").write_text("1:cpu:/\n")
+    with pytest.raises(SystemExit, match="no cgroup has a memory controller here"):
+        within_memory.group(1, cgroups=control_groups, proc=control_groups / "proc").__enter__()
+    (control_groups / "proc/self/cgroup").write_text("4:memory:/gone\n")
+    with pytest.raises(SystemExit, match=r"gone: No such file or directory.*Use --inside"):
+        within_memory.group(1, cgroups=control_groups, proc=control_groups / "proc").__enter__()
+
+
+def test_an_error_inside_a_control_group_is_not_taken_for_one_of_the_group(control_groups: Path) -> None:
+    (control_groups / "proc/self/cgroup").write_text(V2)
+    with (
+        pytest.raises(OSError, match="disk full"),
+        within_memory.group(1, cgroups=control_groups, proc=control_groups / "proc") as made,
+    ):
+        raise OSError("disk full")
+    assert not made.folder.exists()
+
+
+COUNTS = """
+import json, sys, time
+from pathlib import Path
+path = Path(sys.argv[1])
+for step in range(int(path.read_text()), 6):
+    time.sleep(0.05)
+    path.write_text(str(step + 1))
+    print("step", step + 1, 0.05, flush=True)
+print(json.dumps({"steps": path.read_text()}))
+"""
+"""A process of six steps that resumes after the newest one that it has written."""
+
+
+@pytest.mark.slow
+def test_a_process_is_killed_in_later_and_later_steps_and_ends(control_groups: Path) -> None:
+    (control_groups / "proc/self/cgroup").write_text(V2)
+    kept = control_groups / "kept"
+    kept.write_text("0")
+    asked = [sys.executable, "-c", COUNTS, str(kept)]
+    with within_memory.group(1, cgroups=control_groups, proc=control_groups / "proc") as made:
+        assert within_memory.killed(asked, made, steps=6, kills=3) == {"steps": "6"}
+        with pytest.raises(SystemExit, match="use --steps 7"):
+            within_memory.killed(asked, made, steps=6, kills=5)
+        with pytest.raises(SystemExit, match="ended with 3"):
+            within_memory.Process([sys.executable, "-c", "raise SystemExit(3)"], made).finish()
+
+
+@only_full
+def test_a_run_that_is_killed_in_its_group_ends_with_the_same_bits(tmp_path: Path) -> None:
+    words = [
+        sys.executable,
+        "benchmarks/within_memory.py",
+        "--layers",
+        "1",
+        "--steps",
+        "4",
+        "--kills",
+        "2",
+        "--place",
+        "streamed",
+    ]
+    done = subprocess.run(
+        [*words, "--limit", "2000", "--folder", str(tmp_path), "--json"], cwd=ROOT, capture_output=True, text=True
+    )
+    if "no memory control group can be made" in done.stderr:
+        pytest.skip(done.stderr)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["kills"] == 2
+
+
+@only_full
+def test_the_rate_of_updates_is_compared_with_a_plain_copy(tmp_path: Path) -> None:
+    words = [sys.executable, "benchmarks/offload.py", "--rate", "--steps", "2", "--folder", str(ROOT), "--json"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    if "is not on a disk" in done.stderr:
+        pytest.skip(done.stderr)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found["update"]) == len(found["copy"]) == 2 and min(*found["update"], *found["copy"]) > 0
