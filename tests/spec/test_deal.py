@@ -155,6 +155,24 @@ def test_a_step_has_as_many_returned_ranges_as_a_site_reads() -> None:
     assert _portion((20, 4), (24, 2)).numbers == [20, 21, 22, 23, 24, 25]
 
 
+def test_returned_samples_beyond_the_end_of_a_shortened_run_are_read_too() -> None:
+    """The run was resumed with 3 steps after 4 were assigned: the samples of the last two are returned, and no new ones are left."""
+    deal, phases = Deal.first(2), Phases.of(_run(2, 20))
+    for step in range(4):
+        deal.deal(step, phases, 240)
+    deal.returned, total = [Share(30, 6), Share(42, 6)], 36
+    assert [deal.deal(step, phases, total) for step in (4, 5)] == [{0: _portion((30, 6)), 1: _portion((42, 6))}, {}]
+    assert deal.next == 48 and deal.left(total) == 0
+
+
+def test_a_returned_range_over_the_beginning_of_a_phase_is_read_in_two_steps() -> None:
+    """The phase was added when the run was resumed."""
+    run = tiny_run(sites={"count": 1}, train={"steps": 20, "global_batch": 12, "batch_ramp": [{"begin": 10, "global_batch": 8}]})
+    deal, phases = Deal.first(1), Phases.of(run)
+    deal.next, deal.returned = 24, [Share(8, 8)]
+    assert [deal.deal(step, phases, 240) for step in (0, 1)] == [{0: _portion((8, 4))}, {0: _portion((12, 4), (24, 4))}]
+
+
 def test_weights_are_samples_over_one_more_than_the_age() -> None:
     backlog = Backlog.of_fragments(2)
     for step, counts in enumerate(((6, 4), (6, 4), (6, 2)), 1):

@@ -4,6 +4,7 @@ returned. Returned samples are assigned to the present sites before new samples 
 site reads its whole part in every step, from as many returned ranges as it takes, while samples of the same phase remain.
 """
 
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -121,21 +122,22 @@ class Deal:
     def _portion(self, site: int, phases: Phases, total: int) -> Portion:
         """Return the next samples of one phase: returned ones first, then new ones, up to the site's part of the phase's batch."""
         phase = phases.at(self.returned[0].first if self.returned else self.next)
-        end = min([total, *(each.first for each in phases.all if each.first > phase.first)])
+        end = min((each.first for each in phases.all if each.first > phase.first), default=sys.maxsize)
         missing, found = part_of_batch(phase.global_batch, site, self.count, self.shares), list[Share]()
-        while missing and (share := self._take(missing, end)).size:
+        while missing and (share := self._take(missing, end, total)).size:
             missing -= share.size
             found.append(share)
         return Portion(tuple(found))
 
-    def _take(self, most: int, end: int) -> Share:
-        """Return up to `most` consecutive samples before sample `end`: returned ones if there are any, else new ones."""
+    def _take(self, most: int, end: int, total: int) -> Share:
+        """Return up to `most` consecutive samples before sample `end`: returned ones if there are any, else new ones of the run's `total`.
+        Returned ones may lie beyond `total`, if the run was resumed with fewer steps."""
         if not self.returned:
-            taken = max(0, min(most, end - self.next))
+            taken = max(0, min(most, end - self.next, total - self.next))
             self.next += taken
             return Share(self.next - taken, taken)
         first, size = self.returned[0]
-        taken = min(size, most) if first < end else 0
+        taken = max(0, min(size, most, end - first))
         self.returned[:1] = [Share(first + taken, size - taken)] if taken < size else []
         return Share(first, taken)
 
