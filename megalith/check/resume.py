@@ -71,12 +71,14 @@ def check_resume(
     asked: RunSpec,
     *,
     samples: int | None = None,
+    deal: Mapping[str, Any] | None = None,
     provenance: Mapping[str, str] | None = None,
     checkpoint: str = "",
     may: Collection[str] = (),
 ) -> list[Problem]:
     """Return the changes because of which the run `asked` cannot resume the run `saved`; empty if it can. `samples`: the number of
-    samples consumed. Phases that begin at sample number `samples` or later may change; if None, no phase may change. `checkpoint`: the
+    samples consumed. Phases that begin at sample number `samples` or later may change; if None, no phase may change. `deal`: the record of
+    how the sites divide samples now (`deal_in`), which is that of an earlier number of sites until the next merge. `checkpoint`: the
     checkpoint that describes the saved run, if the run folder's own run file does not describe it. `may`: further keys that may differ.
     Nothing is said of values that `asked` lacks because they are invalid."""
     changes = changed_keys(saved, asked)
@@ -110,7 +112,7 @@ def check_resume(
         found += other_sets(saved, asked.plan, "plan")
         found += _other_moments(saved, asked)
         found += _another_number(saved, asked, way_out)
-        found += _released_in_parts(saved, asked, samples)
+        found += _released_in_parts(saved, asked, samples, deal)
     return [replace(problem, source=(provenance or {}).get(problem.key, "")) for problem in found]
 
 
@@ -157,14 +159,17 @@ def _another_number(saved: RunSpec, asked: RunSpec, way_out: str) -> Found:
         yield error("sites.count", now.count, reason, way_out)
 
 
-def _released_in_parts(saved: RunSpec, asked: RunSpec, samples: int | None) -> Found:
+def _released_in_parts(saved: RunSpec, asked: RunSpec, samples: int | None, deal: Mapping[str, Any] | None) -> Found:
     """Yield an error if the number of sites or their shares have changed, and this site's part of a step, which stays until the next merge,
     takes several microbatches: gradients that are released inside the backward would be complete only after the last one."""
     was, now = saved.sites, asked.sites
-    if was is None or now is None or now.exchanges_gradients or not asked.plan.state.release or (now.site or 0) >= was.count:
+    if was is None or now is None or now.exchanges_gradients or not asked.plan.state.release:
+        return
+    count, shares = (was.count, was.shares) if deal is None else (deal["count"], deal.get("shares", ()))
+    if (now.site or 0) >= count:
         return
     phase = Phases.of(saved).at(samples or 0)
-    before, after = part_of_batch(phase.global_batch, now.site or 0, was.count, was.shares), own_batch(during(asked, phase))
+    before, after = part_of_batch(phase.global_batch, now.site or 0, count, shares), own_batch(during(asked, phase))
     if before > after > 0:
         reason = (
             f"needs steps of {after} samples on this site, but until the next merge this site reads {before} samples a step, as before "
@@ -225,8 +230,21 @@ def check_checkpoint(
             "Move the checkpoint away, or start another run with --run-dir (train.init_from takes the checkpoint's weights)."
         )
         return [error(checkpoint, None, reason, way_out)]
-    samples = meta.get("position", {}).get("samples")
-    return check_resume(saved, asked, samples=samples, provenance=provenance, checkpoint=checkpoint)
+    deal = deal_in(meta)
+    return check_resume(saved, asked, samples=consumed(meta), deal=deal, provenance=provenance, checkpoint=checkpoint)
+
+
+def consumed(meta: Mapping[str, Any]) -> int | None:
+    """Return the number of samples that the run of a checkpoint with this `meta` has consumed, or that its sites were assigned even if they
+    returned some; None if `meta` lacks it."""
+    deal = deal_in(meta)
+    found = meta.get("position", {}).get("samples") if deal is None else deal["next"]
+    return None if found is None else int(found)
+
+
+def deal_in(meta: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the record of how sites divide samples from the `meta` of a checkpoint; None if the run has no sites."""
+    return meta.get("sites", {}).get("deal")
 
 
 def check_branch(meta: Mapping[str, Any], asked: RunSpec) -> list[Problem]:

@@ -1,8 +1,9 @@
 """Changes that are allowed when a run is resumed."""
 
 from megalith.check import check_resume
-from megalith.check.resume import MAY_CHANGE
+from megalith.check.resume import MAY_CHANGE, check_checkpoint
 from megalith.spec.run import RunSpec
+from megalith.spec.sites.deal import Deal, Share
 from megalith.spec.validate import examine
 from tests.check.runs import spec
 
@@ -76,6 +77,27 @@ def test_a_plan_need_not_divide_the_shares_of_before():
     assert problem.key == "plan.state.release" and "steps of 4 samples on this site, but until the next merge" in problem.reason
     assert not check_resume(before, spec("sites.count=3", "sites.site=2", "plan.microbatch=2", *release)), "it does not train yet"
     assert not check_resume(before, spec("sites.count=1", "plan.microbatch=6", *release))
+
+
+def test_the_shares_that_count_are_those_of_the_newest_merge():
+    """The run was resumed with three sites and saved before a merge, so it still reads as two sites."""
+    release = ("train.global_batch=12", "plan.data=2", "sites.count=3", "plan.microbatch=2")
+    meta = {"spec": spec(*release).model_dump(mode="json"), "position": {"samples": 12, "updates": 1, "step": 1}}
+    now, deal = spec(*release, "plan.state.release=true"), Deal.first(2)
+    for deal.count, wrong in ((2, ["plan.state.release"]), (3, [])):
+        asked = check_checkpoint("here", meta | {"sites": {"deal": deal.record()}}, now)
+        assert [problem.key for problem in asked] == wrong
+
+
+def test_a_phase_may_not_change_where_a_lost_site_had_read():
+    """Of 36 samples that were assigned, 12 are returned: the samples up to the 36th are of the old phases."""
+    run = ("sites.count=2", "train.global_batch=12")
+    deal = Deal.first(2)
+    deal.next, deal.returned = 36, [Share(18, 6), Share(30, 6)]
+    meta = {"spec": spec(*run).model_dump(mode="json"), "position": {"samples": deal.dealt}, "sites": {"deal": deal.record()}}
+    for begin, wrong in ((24, 1), (36, 0)):
+        now = spec(*run, f"train.batch_ramp=[{{ begin = {begin}, global_batch = 24 }}]")
+        assert len(check_checkpoint("here", meta, now)) == wrong
 
 
 def test_what_may_change_exists():

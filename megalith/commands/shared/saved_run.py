@@ -2,14 +2,14 @@
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megalith import disk, epochs
 from megalith.check import check_resume
-from megalith.check.resume import changed_keys, check_checkpoint
+from megalith.check.resume import changed_keys, check_checkpoint, consumed, deal_in
 from megalith.checkpoint.folder import DamagedCheckpointError, committed, of_run, read_manifest
 from megalith.spec import files
 from megalith.spec.files import ResolvedRun
@@ -70,7 +70,8 @@ def differences(resolved: ResolvedRun, folder: Path) -> list[Problem]:
         return _checkpoints_gone(folder)
     if disk.is_file(file := epochs.newest(folder, files.FILE)):
         saved = files.read(file, saved=True).resolved.spec  # its cluster's file need not be there any more
-        if found := check_resume(saved, resolved.spec, samples=_consumed(checkpoints), provenance=resolved.provenance):
+        meta, provenance = _newest_meta(checkpoints), resolved.provenance
+        if found := check_resume(saved, resolved.spec, samples=consumed(meta), deal=deal_in(meta), provenance=provenance):
             return found
     for path in checkpoints:
         with contextlib.suppress(DamagedCheckpointError):  # it is not used, and whoever loads the others says so
@@ -106,9 +107,9 @@ def differences_if_readable(resolved: ResolvedRun, folder: Path) -> list[Problem
         return errors.problems
 
 
-def _consumed(checkpoints: Sequence[Path]) -> int | None:
-    """Return the samples that a run has consumed by its newest checkpoint; None if no checkpoint can be read."""
+def _newest_meta(checkpoints: Sequence[Path]) -> Mapping[str, Any]:
+    """Return the metadata of a run's newest checkpoint; an empty mapping if no checkpoint can be read."""
     for path in checkpoints:  # the newest first
-        with contextlib.suppress(DamagedCheckpointError, KeyError):
-            return int(read_manifest(path).meta["position"]["samples"])
-    return None
+        with contextlib.suppress(DamagedCheckpointError):
+            return read_manifest(path).meta
+    return {}
