@@ -69,8 +69,8 @@ class SitesRun:
 @dataclass(frozen=True)
 class Membership:
     """The sites that take part in a run's newest merges. `merges`: the number of merges so far. `times`: for each site, the time
-    of the newest merge of its own work, by its own log. `left`: for each site, the time at which the other sites last continued
-    without it."""
+    of the newest merge of its own work since it last joined, by its own log. `left`: for each site, the time at which the other sites
+    last continued without it."""
 
     merges: int
     members: frozenset[int]
@@ -79,8 +79,9 @@ class Membership:
 
 
 def membership(run_dir: Path, count: int) -> Membership:
-    """Read which sites of a run of `count` sites take part in merges, from the logs of all sites: a site's log lacks the merges
-    that are made while it is away. If a merge was repeated, the repetition counts."""
+    """Read which sites of a run of `count` sites take part in merges, from the logs of all sites: a site's log gets the merges that
+    are made while it is away only when it is back, and its last work from before may be in some of them. If a merge was repeated,
+    the repetition counts."""
     logs = [_merges(folder_of(run_dir, site)) for site in range(count)]
     everything = sorted((one for log in logs for one in log), key=lambda one: one.time)
     by_number = {one.number: one for one in everything}
@@ -88,7 +89,9 @@ def membership(run_dir: Path, count: int) -> Membership:
     members = set(range(count))
     for one in newest:
         members = (members | {*one.merged} | {*one.joined}) - {*one.left}
-    own = (max((one.time for one in log if site in one.merged), default=0.0) for site, log in enumerate(logs))
+    back = [max((one.number for one in newest if site in one.joined), default=-1) for site in range(count)]
+    work = ([one for one in log if site in one.merged and one.number > back[site]] for site, log in enumerate(logs))
+    own = (max((one.time for one in each), default=0.0) for each in work)
     left = (max((one.time for one in newest if site in one.left), default=0.0) for site in range(count))
     return Membership(newest[-1].number + 1 if newest else 0, frozenset(members), tuple(own), tuple(left))
 

@@ -81,6 +81,8 @@ def test_membership_is_that_of_the_newest_merges(tmp_path: Path) -> None:
     assert membership(tmp_path, 3).members == {0, 1}, "its own log lacks the merge at which it left"
     _log(tmp_path, 0, _merge(3, [0, 1], joined=(2,), time=4.0))
     assert membership(tmp_path, 3).members == {0, 1, 2}
+    _log(tmp_path, 2, _merge(3, [0, 1, 2], joined=(2,), time=4.0))
+    assert membership(tmp_path, 3).times[2] == 0.0, "a merge that it missed had what it did before it was lost"
     _log(tmp_path, 1, _merge(1, [0, 1, 2], time=5.0))
     found = membership(tmp_path, 3)
     assert (found.merges, found.members) == (2, {0, 1, 2}), "resumed before the site left"
