@@ -15,6 +15,7 @@ from megalith.events import (
     Checkpoint,
     Event,
     Incident,
+    Merge,
     PrecisionWatched,
     Problem,
     Recovery,
@@ -113,7 +114,10 @@ def goodput(events: Iterable[Event]) -> Goodput:
     times = [event.time for event in whole if not isinstance(event, Sample)]
     seconds = dict.fromkeys(Cause, 0.0)
     if times:
-        first = min([min(times), *(interval.start for interval in intervals if interval.cause is not Cause.DETECTION)])
+        own = [
+            event.time for event in whole if not isinstance(event, Sample | Merge)
+        ] or times  # a new site logs earlier merges too
+        first = min([*own, *(interval.start for interval in intervals if interval.cause is not Cause.DETECTION)])
         for piece in partition([Interval(first, max(times), Cause.OTHER), *intervals], first, max(times)):
             seconds[piece.cause] += piece.end - piece.start
     return Goodput(seconds, steps=len(steps), lost_steps=len(lost), incidents=len(of_kind(whole, Incident)))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megalith import events
 from megalith.control.ledger import Cause, Interval, goodput, partition, post_mortems
-from megalith.events import Checkpoint, Event, EventLog, Incident, Recovery, RunFinished, RunStarted, Step, Validation
+from megalith.events import Checkpoint, Event, EventLog, Incident, Merge, Recovery, RunFinished, RunStarted, Step, Validation
 
 INTERVALS = st.lists(
     st.builds(lambda a, b, cause: Interval(min(a, b), max(a, b), cause), *[st.floats(0, 100)] * 2, st.sampled_from(Cause)),
@@ -169,6 +169,14 @@ def test_what_slow_steps_cost_beyond_the_usual_is_straggling() -> None:
     account = goodput(log)
     assert account.seconds[Cause.STRAGGLING] == pytest.approx(4.0)
     assert account.seconds[Cause.USEFUL] == pytest.approx(13.0)
+
+
+def test_merges_made_before_a_site_was_there_are_no_time_of_it() -> None:
+    """A new site, or one that lost its folder, logs the merges that it missed with the times at which the others made them."""
+    missed = [Merge(4, 4, 0, 2, [], 0, 0, 0.0, 0.0, 1.0, 1.0, number=number, time=10.0 + number) for number in range(2)]
+    account = goodput([_start(100.0), *missed, _step(1, 103.0)])
+    assert account.wall == pytest.approx(3.0) and account.seconds[Cause.OTHER] == 0.0
+    assert goodput(missed).wall == pytest.approx(1.0)
 
 
 def test_an_empty_log_has_no_goodput() -> None:
