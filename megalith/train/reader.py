@@ -55,7 +55,7 @@ class Reader:
             reads=self.reads,
             read=self.read,
             mine=self.indices,
-            numbers=lambda step: range(self.share(step).first, sum(self.share(step).shares[-1])),
+            numbers=lambda step: tuple(range(first, first + size) for first, size in self.share(step).shares),
             shape=lambda step: (self._phases.at(self.share(step).first), self.share(step).size),
             place=place,
         )

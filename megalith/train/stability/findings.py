@@ -85,8 +85,8 @@ class Findings:
     """The step's samples with the largest losses, largest first."""
     typical: float = 0.0
     """The median loss of the step's samples."""
-    read: tuple[int, int] = (0, 0)
-    """The step's samples as a range: the first one, and the one after the last."""
+    read: tuple[range, ...] = ()
+    """The step's samples, in ranges; several if a site read samples that another one returned."""
     replayed: RecomputedWindow | None = None
     moved: OutputGrowth | None = None
     risen: FirstRise | None = None
@@ -141,8 +141,7 @@ class Findings:
         )
 
     def _samples(self) -> str:
-        first, end = self.read
-        words = f"samples {first} to {end - 1}"
+        words = "samples " + ", ".join(f"{each.start} to {each.stop - 1}" for each in self.read)
         if self.samples:
             each = ", ".join(f"{one.number} ({one.loss:.3g}, {one.place})" for one in self.samples[:NAMED])
             words += f" have median loss {self.typical:.3g}; the samples with the largest losses: {each}"

@@ -41,13 +41,13 @@ from megalith.train.tally import StepTotals
 @dataclass(frozen=True)
 class Data:
     """Access to the run's data of each step. `reads` returns whether the samples of a past step can be read again, `read` this rank's
-    microbatches of a step, `mine` the numbers of their samples, and `shape` a step's phase and number of samples, as `Trainer.enter` takes
-    them."""
+    microbatches of a step, `mine` the numbers of their samples, `numbers` those of all samples of a step, in ranges, and `shape` a step's
+    phase and number of samples, as `Trainer.enter` takes them."""
 
     reads: Callable[[int], bool]
     read: Callable[[int], list[Samples]]
     mine: Callable[[int], Sequence[Sequence[int]]]
-    numbers: Callable[[int], range]
+    numbers: Callable[[int], tuple[range, ...]]
     shape: Callable[[int], tuple[Phase, int]]
     place: Callable[[int], str]
 
@@ -132,12 +132,11 @@ class Healer:
 
     def causes(self, step: int, findings: Findings) -> Findings:
         """Add the evidence from the learning rates, from the samples, and from the extremes of layers at the beginning of the spike."""
-        numbers = self.data.numbers(step)
         extremes, began = self.trainer.extremes, self.trainer.state.history.began
         # where nothing was computed again, extremes of the spike itself may be those of bad samples; earlier ones are the weights'
         risen = extremes.risen(before=began if findings.sound is None else None)
         jump = self.trainer.state.history.jump(step, self._past[-1].lr)
-        found = replace(findings, jump=jump, read=(numbers.start, numbers.stop), risen=risen)
+        found = replace(findings, jump=jump, read=self.data.numbers(step), risen=risen)
         if self._sampled is not None:
             found = self._with_samples(found, self._sampled.close(), step)
             self._sampled = None
@@ -235,7 +234,7 @@ class Healer:
         if self.guard is not None:
             self.guard.adopt(step + 1)
         self.trainer.extremes.forget(target.step)
-        dropped = range(position.samples, self.data.numbers(step).stop)
+        dropped = range(position.samples, self.data.numbers(step)[-1].stop)
         left = spec.rewinds - len(state.history.rewinds)
         said = {"undone": undone, "first": dropped.start, "last": dropped.stop - 1, "tier": target.tier.value}
         rewound = Rewound(step=step + 1, to=target.step, **said, seconds=seconds, replayed=replayed, left=left)

@@ -14,7 +14,9 @@ from megalith.train.stability.findings import (
 )
 from megalith.train.stability.history import Departure, LearningRateJump
 
-FOUND = Findings(departures=(Departure("loss", 9.0, 3.0, 4.0),), to_log=True, repeated=True, first="loss 9", read=(320, 328))
+FOUND = Findings(
+    departures=(Departure("loss", 9.0, 3.0, 4.0),), to_log=True, repeated=True, first="loss 9", read=(range(320, 328),)
+)
 
 
 def causes(found: Findings) -> list[str]:
@@ -47,6 +49,8 @@ def test_samples_and_parts_are_named() -> None:
         "all well, so the weights are sound; samples 320 to 327 have median loss 5.5; the samples with the largest losses: "
         "323 (7.5, letters in 0.bin)"
     )
+    returned = replace(found, read=(range(30, 36), range(42, 48)), samples=())
+    assert returned.causes[0][1] == "all well, so the weights are sound; samples 30 to 35, 42 to 47", "a site's returned samples"
     damaged = replace(FOUND, sound=False, batch_before="worse", compared=True)
     assert "shows first in the head" in damaged.causes[0][1]
     moved = replace(damaged, moved=OutputGrowth("blocks.1", 3.0, 300.0))
