@@ -122,7 +122,7 @@ def read_indices(spec: RunSpec, position: Position, step: int, data_rank: int) -
 
 def read_portion(stream: Stream, spec: RunSpec, portion: Portion, data_rank: int) -> list[Samples]:
     """Return the microbatches of a data rank in a step in which its site reads `portion`. Sequences that fill up the step have no targets,
-    so they change neither the loss nor its gradients."""
+    so they change neither the loss nor its gradients; but they count in the losses that balance experts, and in the router's z-loss."""
     return [
         without_targets(stream.batch(_numbers_at(portion, places)), [place >= portion.size for place in places])
         for places in places_in(spec, portion, data_rank)
