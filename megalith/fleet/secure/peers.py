@@ -90,6 +90,8 @@ class _Peer:
     broken: threading.Event = field(default_factory=threading.Event)
     waiting: int = 0
     """Bytes of messages that were not passed to TCP yet."""
+    beside: int = 0
+    """Bytes by which `waiting` may exceed the limit of all connections."""
 
 
 class Peers:
@@ -151,14 +153,16 @@ class Peers:
         """Return the reason why this site is not connected to `site`, as text for the user."""
         return self._troubles.get(site, "it has not connected")
 
-    def send(self, message: bytes, to: int | None = None) -> None:
-        """Queue a message to one site, or to all other sites, for sending; it is dropped for sites that are not connected."""
+    def send(self, message: bytes, to: int | None = None, *, beside: bool = False) -> None:
+        """Queue a message to one site, or to all other sites, for sending; it is dropped for sites that are not connected. `beside`:
+        the connection may have as many more bytes waiting from now on."""
         slow = list[_Peer]()
         with self._changed:
             for site, peer in self._peers.items():
                 if to not in (None, site):
                     continue
-                if peer.waiting and peer.waiting + len(message) > self._most_waiting:
+                peer.beside += beside * len(message)
+                if peer.waiting and peer.waiting + len(message) > self._most_waiting + peer.beside:
                     slow.append(peer)
                 else:
                     peer.waiting += len(message)

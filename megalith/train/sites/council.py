@@ -51,11 +51,12 @@ class Council(SiteMessenger):
 
     # --- beginning ---
 
-    def begin(self, cuts: Sequence[CheckpointOffer], seconds: float) -> Beginning | None:
+    def begin(self, cuts: Sequence[CheckpointOffer], seconds: float, *, known: tuple[str, ...] = ()) -> Beginning | None:
         """Meet the other sites, and agree with them on the state from which to begin; return None if `seconds` were not enough, so that the
-        caller must call again. `cuts`: this site's checkpoints. A site that has a checkpoint of the end of the run behaves like a site that
-        waits at a merge. Raises PeerGone if too few sites connect in time."""
-        self._cuts, newest = cuts, max(cuts, default=None)
+        caller must call again. `cuts`: this site's checkpoints. `known`: marks of merges that its log has (`handover.known_marks`). A site
+        that has a checkpoint of the end of the run behaves like a site that waits at a merge. Raises PeerGone if too few sites connect in
+        time."""
+        self._cuts, self._known, newest = cuts, known, max(cuts, default=None)
         end = newest if newest is not None and newest.ended and not self.spec.exchanges_gradients else None
         if self._wire is None:
             return self._begun(Start("", max(cuts, default=None)), self.site)

@@ -2,7 +2,6 @@
 and the weights that it has received."""
 
 from collections.abc import Collection
-from typing import Any
 
 from megalith.train.sites.messages import FragmentValues, Hello, JoinReply, MergeRecord, Ready
 
@@ -19,8 +18,9 @@ class Joining:
         """The sites that ask this site for the weights."""
         self.ready: set[int] = set()
         """The sites that have the weights of all merges so far, and can train."""
-        self.merges: list[dict[str, Any]] = []
-        """The events of all merges so far, as the decider sent them to this joining site."""
+        self.known: dict[int, tuple[str, ...]] = {}
+        """For each site that has asked, marks of merges that its log has."""
+        self._record: MergeRecord | None = None
         self._told: JoinReply | None = None
         self._held: dict[int, FragmentValues] = {}
 
@@ -44,7 +44,7 @@ class Joining:
         """Keep a message of the decider's reply to this joining site."""
         match message:
             case MergeRecord():
-                self.merges = message.merges
+                self._record = message
             case JoinReply():
                 self._told = message
                 self._held.clear()
@@ -60,3 +60,8 @@ class Joining:
         """Return the received weights of a fragment, and forget them."""
         self._told = None
         return self._held.pop(fragment)
+
+    def take_record(self) -> MergeRecord | None:
+        """Return the record of the merges that this site lacks, as the decider sent it, and forget it."""
+        found, self._record = self._record, None
+        return found

@@ -28,7 +28,7 @@ from megalith.train.sites.whole_tensors import WholeTensors
 
 LOOPBACK = "127.0.0.1"
 SLOW_ROUNDS = 4  # whose differences may wait for a link before the site behind it is cut off, so that memory stays bounded
-SPARE_BYTES = 16 << 20  # for verdicts, other short messages, and the record of some 150,000 merges
+SPARE_BYTES = 1 << 20  # for verdicts and other short messages
 ADDRESS_FILE = "site.address"
 """File in a site's folder with the address at which its leading rank listens, for other sites on the same machine."""
 

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ from megalith.spec.sites.late import Backlog, Taken
 from megalith.train.sites import handover, outer, pieces
 from megalith.train.sites.council import Council
 from megalith.train.sites.meeting import Beginning
-from megalith.train.sites.messages import UNKNOWN, CheckpointOffer, Difference, JoinReply, MergeRecord, Verdict
+from megalith.train.sites.messages import UNKNOWN, CheckpointOffer, Difference, JoinReply, Verdict
 from megalith.train.sites.progress import MergeResult, Midway, Progress, Round, StepShare, StopAsked
 from megalith.train.sites.reported import membership, merge_event
 from megalith.train.sites.state import NOT_SENT, OuterState
@@ -103,7 +104,8 @@ class Sites:
 
     def begin(self, cuts: Sequence[CheckpointOffer]) -> Beginning:
         """Agree with the other sites on the state from which to begin. `cuts`: this site's checkpoints, needed only on the leading rank."""
-        beginning = self._wait_for(Beginning, lambda council: council.begin(cuts, WAIT_SECONDS))
+        known = self._in_thread(partial(handover.known_marks, self._folder)) or ()
+        beginning = self._wait_for(Beginning, lambda council: council.begin(cuts, WAIT_SECONDS, known=known))
         self.enters = beginning.anew
         return beginning
 
@@ -132,7 +134,8 @@ class Sites:
         self.progress = Progress(Deal.of(reply.deal), reply.number, reply.mark)
         self._trains = False
         self._send_ready()
-        return reply.step, [] if self._council is None else handover.merges_missed(self._folder, self._council.merges)
+        record = None if self._council is None else self._council.take_record()
+        return reply.step, self._in_thread(partial(handover.merges_missed, self._folder, record)) or []
 
     def _send_ready(self) -> None:
         if not self._trains and self._council is not None:
@@ -204,8 +207,8 @@ class Sites:
         alone = self.progress.midway is not None or (self._stop and not self._trains)
         stopping = alone or any(one.verdict.stop for one in made)
         before, self._refused = self._refused, self._council.turned_away if self._council is not None else 0
-        said = [text for one in made for text in one.said]
-        return Round([one.event for one in made if one.event is not None], stopping, self._refused - before, said)
+        events, said = [one.event for one in made if one.event is not None], [text for one in made for text in one.said]
+        return Round(events, stopping, self._refused - before, said)
 
     def end(self, step: int) -> bool:
         """After the run's final step is saved, wait until enough other sites have saved its merges too, so that all end with the same
@@ -370,18 +373,22 @@ class Sites:
         return MergeResult(verdict, event, membership(verdict, returned, self.spec))
 
     def _serve(self, step: int, members: Collection[int], newest: Sequence[Merge] = ()) -> None:
-        """Send the record of merges and the merged weights to sites that ask for them and are not among `members`. All ranks of the decider
-        take part, because the weights are gathered from them. `newest`: merges that the log does not have yet."""
+        """Send the record of merges and the merged weights of all ranks to sites that ask for them and are not among `members`. `newest`:
+        merges that the log does not have yet."""
         asking = self._tell(self._council.asking(members) if self._council is not None else [], list[int])
         if not asking:
             return
-        progress, state = self.progress, self.state
-        if self._council is not None:
-            line, number, mark = self._council.line, progress.merges, progress.mark
-            self._council.send(asking, MergeRecord(line, handover.merges_made(self._folder, number, mark, newest)))
-            reply = JoinReply(line, step, number, mark, tuple(state.sent.tolist()), progress.deal.record())
-            self._council.send(asking, reply)
-        handover.send_weights(self.fragments, state, self._wholes, self._council, sites=asking)
+        council, progress = self._council, self.progress
+        line, known = ("", {}) if council is None else (council.line, {site: council.known_by(site) for site in asking})
+        sent = tuple(self.state.sent.tolist())
+        reply = JoinReply(line, step, progress.merges, progress.mark, sent, progress.deal.record())
+        records = self._in_thread(partial(handover.records, self._folder, reply, newest, known))
+        handover.send_progress(records or {}, reply, council)
+        handover.send_weights(self.fragments, self.state, self._wholes, council, sites=asking, beat=self._beat)
+
+    def _in_thread(self, work: Callable[[], T]) -> T | None:
+        """Return the result of `work` on the leading rank, and None on other ranks."""
+        return handover.in_thread(work if self._council is not None else None, tell=self._tell, beat=self._beat)
 
     def _decoded(self, fragment: Fragment, encoded: Tensor) -> dict[str, Tensor]:
         found, at = {}, 0

@@ -4,7 +4,7 @@ import hashlib
 import json
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -64,15 +64,16 @@ def _cut(fields: list[Any]) -> CheckpointOffer:
 @dataclass(frozen=True)
 class Hello:
     """The state of a site, which it sends to each site to which it connects. `line`: the name of the site's line of merges; empty if it
-    takes part in none. `decides`: the decider of this line. `asks`: the site asks to join a line in progress. `cuts`: the site's
-    checkpoints. `stand`: if the site takes part in no line, the merge at which it waits; else the merge at which its line began, if the
-    line did not begin from a checkpoint. `terms`: what must be equal on all sites (`spec.sites.terms`), in the first message after each
-    connection."""
+    takes part in none. `decides`: the decider of this line. `asks`: the site asks to join a line in progress, and its log lacks only merges
+    after the newest one whose mark is in `known`. `cuts`: the site's checkpoints. `stand`: if the site takes part in no line, the merge at
+    which it waits; else the merge at which its line began, if the line did not begin from a checkpoint. `terms`: what must be equal on all
+    sites (`spec.sites.terms`), in the first message after each connection."""
 
     kind = b"h"
     line: str = ""
     decides: int = -1
     asks: bool = False
+    known: tuple[str, ...] = ()
     cuts: tuple[CheckpointOffer, ...] = ()
     stand: MergePoint | None = None
     terms: dict[str, Any] | None = None
@@ -83,8 +84,8 @@ class Hello:
     @classmethod
     def unpack(cls, data: bytes) -> "Hello":
         fields = json.loads(data[1:])
-        stand = fields["stand"]
-        return cls(**fields | {"cuts": tuple(map(_cut, fields["cuts"])), "stand": None if stand is None else MergePoint(*stand)})
+        stand = None if fields["stand"] is None else MergePoint(*fields["stand"])
+        return cls(**fields | {"known": tuple(fields["known"]), "cuts": tuple(map(_cut, fields["cuts"])), "stand": stand})
 
 
 @dataclass(frozen=True)
@@ -207,18 +208,30 @@ class JoinReply:
 
 @dataclass(frozen=True)
 class MergeRecord:
-    """The events of the run's merges so far, as JSON and oldest first, which the decider sends a joining site before its reply."""
+    """The events of the run's merges so far that a joining site lacks, which the decider sends before its reply."""
 
     kind = b"m"
     line: str
-    merges: list[dict[str, Any]]
+    data: bytes
+    """The events as compressed JSON, oldest first."""
+
+    @classmethod
+    def of(cls, line: str, merges: Iterable[dict[str, Any]]) -> "MergeRecord":
+        """Return the record with these events."""
+        return cls(line, zlib.compress(json.dumps([*merges]).encode()))
+
+    @property
+    def merges(self) -> list[dict[str, Any]]:
+        """The events as JSON, oldest first."""
+        return json.loads(zlib.decompress(self.data))
 
     def pack(self) -> bytes:
-        return self.kind + zlib.compress(json.dumps([self.line, self.merges]).encode())
+        return self.kind + self.line.encode() + b"\n" + self.data
 
     @classmethod
     def unpack(cls, data: bytes) -> "MergeRecord":
-        return cls(*json.loads(zlib.decompress(data[1:])))
+        line, _, events = data[1:].partition(b"\n")
+        return cls(line.decode(), events)
 
 
 @dataclass(frozen=True)

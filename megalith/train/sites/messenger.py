@@ -60,6 +60,7 @@ class SiteMessenger:
         self._terms, self._has_begun = dict(terms), False
         self._since: float | None = None  # when this site began to wait for the others
         self.line, self.decider = "", site
+        self._known: tuple[str, ...] = ()  # marks of merges that this site's log has
         self._cuts: Sequence[CheckpointOffer] = ()
         self._roll = SiteRoster(site)
         self._meeting = Meeting(spec, site, self._roll)
@@ -95,12 +96,16 @@ class SiteMessenger:
 
     def ask(self) -> None:
         """Ask the decider for the merged weights."""
-        self._joining.asks = Hello(self.line, self.decider, asks=True)
+        self._joining.asks = Hello(self.line, self.decider, asks=True, known=self._known)
         self._post(self._joining.asks, to=self.decider)
 
     def asking(self, members: Collection[int]) -> list[int]:
         """If this site is the decider, return the sites that ask for the weights and are not among `members`, and forget their requests."""
         return self._joining.take(members) if self.decides else []
+
+    def known_by(self, site: int) -> tuple[str, ...]:
+        """Return the marks of merges that the log of a site has, as it said when it asked for the weights."""
+        return self._joining.known.get(site, ())
 
     def send(self, sites: Sequence[int], message: MergeRecord | JoinReply | FragmentValues) -> None:
         """Send the record of merges, a reply or weights to the joining sites `sites`."""
@@ -111,10 +116,9 @@ class SiteMessenger:
         """Return the received weights of a fragment."""
         return self._joining.fragment_values(fragment)
 
-    @property
-    def merges(self) -> list[dict[str, Any]]:
-        """The events of all merges so far, as the decider sent them to this joining site."""
-        return self._joining.merges
+    def take_record(self) -> MergeRecord | None:
+        """Return the record of the merges that this joining site lacks, and forget it."""
+        return self._joining.take_record()
 
     def send_ready(self) -> None:
         """Announce that this site has the weights of all merges so far, and can train."""
@@ -144,7 +148,7 @@ class SiteMessenger:
 
     def _post(self, message: Message, to: int | None = None) -> None:
         if self._wire is not None:
-            self._wire.send(message.pack(), to)
+            self._wire.send(message.pack(), to, beside=isinstance(message, MergeRecord))
 
     def _receive(self, seconds: float) -> None:
         self._beat()
@@ -201,6 +205,7 @@ class SiteMessenger:
                     self._roll.leave(site)
                 if message.asks and message.line == self.line:
                     self._joining.asking.add(site)
+                    self._joining.known[site] = message.known
                     self._roll.leave(site)  # until it has all merges, nobody waits for it
             case Start() if not self.line:
                 self._start = self._start or (site, message)

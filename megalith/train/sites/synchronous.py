@@ -108,11 +108,11 @@ class AllSitesCouncil(Council):
         self.pace, self._every = Pace(patience, patience), every
         self._first = CheckpointOffer(0, "", 0, tuple(range(self.spec.count)))  # the first weights, which all sites have
 
-    def begin(self, cuts: Sequence[CheckpointOffer], seconds: float) -> Beginning | None:
+    def begin(self, cuts: Sequence[CheckpointOffer], seconds: float, *, known: tuple[str, ...] = ()) -> Beginning | None:
         """Meet the other sites as `Council.begin` does. A site whose checkpoints are all of step `every` or earlier, or that has
         none, also offers the initial weights, because a fault may have kept another site from saving its first checkpoint."""
         early = all(cut.step <= self._every for cut in cuts)
-        return super().begin([self._first, *cuts] if early else cuts, seconds)
+        return super().begin([self._first, *cuts] if early else cuts, seconds, known=known)
 
     def gather(self, verdict: Verdict, seconds: float) -> bool:
         """Wait as `Council.gather` does, but not for a restarted site, which has no gradients of this step."""

@@ -8,8 +8,9 @@ from megalith.fleet.secure.peers import News
 class Wire(Protocol):
     """The interface of one site's connections to the other sites, which `fleet.secure.peers.Peers` implements."""
 
-    def send(self, message: bytes, to: int | None = None) -> None:
-        """Send a message to one site, or to all other connected sites, without waiting."""
+    def send(self, message: bytes, to: int | None = None, *, beside: bool = False) -> None:
+        """Send a message to one site, or to all other connected sites, without waiting. `beside`: the message may be long, and leaves as
+        much room as before for messages that wait."""
         ...
 
     def next(self, seconds: float) -> News | None:

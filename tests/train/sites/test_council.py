@@ -86,7 +86,7 @@ class Wire:
     def trouble(self, site: int) -> str:
         return "no route"
 
-    def send(self, message: bytes, to: int | None = None) -> None:
+    def send(self, message: bytes, to: int | None = None, *, beside: bool = False) -> None:
         for site, wire in self.hub.wires.items():
             if site != self.site and to in (None, site) and self.hub.open(self.site, site):
                 wire.news.append(News(self.site, self.start, message))
@@ -290,16 +290,18 @@ def test_a_site_that_is_started_again_is_not_waited_for() -> None:
     began = time.monotonic()
     verdict = councils[0].decide(0, 0, 4, 4, members=MEMBERS)
     assert verdict.left == (2,) and time.monotonic() - began < PATIENCE
-    assert again.begin([], 5.0) == Beginning(None, anew=True)
+    assert again.begin([], 5.0, known=("m",)) == Beginning(None, anew=True)
     councils[0].listen()
+    assert councils[0].known_by(2) == ("m",) and councils[0].known_by(1) == ()
     assert councils[0].asking({0: 0, 1: 0}) == [2] and councils[0].asking({0: 0, 1: 0}) == [], "once"
     reply = JoinReply(councils[0].line, 4, 1, verdict.mark(""), (-1,), {"count": 3})
-    councils[0].send([2], MergeRecord(councils[0].line, [{"number": 0}]))
+    councils[0].send([2], MergeRecord.of(councils[0].line, [{"number": 0}]))
     councils[0].send([2], reply)
     assert again.join_reply(0.05) is None, "the weights are not there"
     councils[0].send([2], FragmentValues(0, torch.ones(3)))
     assert again.join_reply(5.0) == reply and again.fragment_values(0).values.tolist() == [1, 1, 1]
-    assert again.merges == [{"number": 0}]
+    record = again.take_record()
+    assert record is not None and record.merges == [{"number": 0}] and again.take_record() is None, "no longer in memory"
     again.send_ready()
     for one in councils[:2]:
         one.post(_difference(8))
@@ -648,6 +650,7 @@ def test_messages_come_back_as_they_were() -> None:
     cut = _cut(3, 0, 1)
     reply = JoinReply(LINE, 4, 1, "m", (-1, 4), {"count": 2})
     every = [Hello(LINE, 1, asks=True, cuts=(cut,)), Hello(), Start(LINE, cut), Start(LINE, None), reply, Ready(LINE)]
+    every += [Hello(known=("m", "n")), MergeRecord.of(LINE, [{"number": 0}])]
     every += [Verdict(7, 1, 4, 6, (0, 63), (1,), (2,), 64, True, LINE), Verdict(0, 0, 1, 1, (0,), line=LINE)]
     for message in every:
         assert messages.unpack(message.pack()) == message

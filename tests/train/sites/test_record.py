@@ -1,5 +1,8 @@
 """Merges are found in logs, and replayed exactly."""
 
+import errno
+import threading
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from megalith import disk
 from megalith.checkpoint.checkpointer import Checkpointer
 from megalith.checkpoint.folder import FOLDER
 from megalith.events import EventLog, Merge, RunStarted, read_kind
@@ -14,10 +18,11 @@ from megalith.fleet.secure.peers import PeerGone
 from megalith.spec.sites import SitesSpec
 from megalith.train.sites import messages
 from megalith.train.sites.differences import OutOfStepError
-from megalith.train.sites.handover import merges_made, merges_missed
+from megalith.train.sites.handover import in_thread, known_marks, merges_missed, records
 from megalith.train.sites.meeting import Beginning
-from megalith.train.sites.messages import MergeRecord, Verdict
+from megalith.train.sites.messages import JoinReply, MergeRecord, Verdict
 from megalith.train.sites.record import RecordError, ReplayedCouncil, _chained, _refuse_changes, recorded
+from tests.patience import PATIENCE
 from tests.specs import tiny_run
 from tests.train.sites.test_council import MEMBERS, Hub, Wire, _difference, _listen
 
@@ -66,24 +71,74 @@ def test_an_altered_event_is_found() -> None:
         _chained(altered, 3, made[2].mark, named="runs/one")
 
 
+def _written(folder: Path, *events: Merge) -> Path:
+    log = EventLog(folder)
+    for event in events:
+        log.write(event)
+    return folder
+
+
+def _record(folder: Path, newest: Sequence[Merge], known: Collection[str] = ()) -> MergeRecord:
+    """Return the record of all merges that the decider with this folder sends."""
+    made = _events(VERDICTS)
+    sent = records(folder, JoinReply("ab", 12, 3, made[2].mark, (), {}), newest, {1: known})[1]
+    found = messages.unpack(sent.pack())
+    assert found == sent and isinstance(found, MergeRecord)
+    return found
+
+
 def test_a_site_that_was_away_gets_the_merges_that_its_log_lacks(tmp_path: Path) -> None:
     """Its own merge after the first was undone. The decider's newest merge is not in a log yet."""
     made = _events(VERDICTS)
     undone = _events([replace(VERDICTS[1], merged=(1,), left=(0, 2))], made[0].mark)
-    here, away = EventLog(tmp_path / "here"), EventLog(tmp_path / "away")
-    for event in made[:2]:
-        here.write(replace(event, bytes_sent=7, waited=1.5))
-    for event in (made[0], *undone):
-        away.write(event)
-    sent = messages.unpack(MergeRecord("ab", merges_made(tmp_path / "here", 3, made[2].mark, made[2:])).pack())
-    assert isinstance(sent, MergeRecord) and [one["number"] for one in sent.merges] == [0, 1, 2]
-    missed = merges_missed(tmp_path / "away", sent.merges)
+    here = _written(tmp_path / "here", *(replace(event, bytes_sent=7, waited=1.5) for event in made[:2]))
+    away = _written(tmp_path / "away", made[0], *undone)
+    assert [one["number"] for one in _record(here, made[2:]).merges] == [0, 1, 2]
+    record = _record(here, made[2:], known_marks(away))
+    assert [one["number"] for one in record.merges] == [1, 2], "no more than it lacks"
+    missed = merges_missed(away, record)
     assert [(one.number, one.mark, one.time) for one in missed] == [(one.number, one.mark, one.time) for one in made[1:]]
     assert [(one.bytes_sent, one.waited) for one in missed] == [(0, 0.0)] * 2, "it did not send them, nor wait"
-    for event in missed:
-        away.write(event)
-    assert _chained(read_kind(tmp_path / "away", Merge), 3, made[2].mark, named="away") == dict(enumerate(VERDICTS))
-    assert merges_missed(tmp_path / "away", sent.merges) == []
+    _written(away, *missed)
+    assert _chained(read_kind(away, Merge), 3, made[2].mark, named="away") == dict(enumerate(VERDICTS))
+    assert merges_missed(away, record) == [] and known_marks(away) == (made[2].mark, made[1].mark)
+
+
+def test_merges_before_one_that_the_decider_lacks_are_sent_too(tmp_path: Path) -> None:
+    made = _events(VERDICTS)
+    here = _written(tmp_path, made[0], made[2])
+    assert [one["number"] for one in _record(here, ()).merges] == [0, 2]
+    assert known_marks(here) == (made[0].mark,), "all later ones are asked for"
+
+
+def test_a_log_that_is_away_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decider sends the merges that it still has in memory, and the site that was away leaves out what it may have."""
+    made = _events(VERDICTS)
+    folder = _written(tmp_path, *made[:2])
+
+    def stale(path: Path) -> Iterator[str]:
+        raise OSError(errno.ESTALE, "stale file handle", path)
+
+    monkeypatch.setattr(disk, "lines", stale)
+    record = _record(folder, made[2:])
+    assert [one["number"] for one in record.merges] == [2]
+    assert known_marks(folder) == () and merges_missed(folder, record) == []
+
+
+def test_all_ranks_beat_while_a_thread_reads_the_log() -> None:
+    beats, go = list[int](), threading.Event()
+
+    def beat() -> None:
+        beats.append(1)
+        if len(beats) == 2:
+            go.set()
+
+    def work() -> str:
+        assert go.wait(PATIENCE)
+        return "read"
+
+    assert in_thread(work, tell=lambda value, kind: value, beat=beat) == "read" and len(beats) >= 2
+    assert in_thread(None, tell=lambda value, kind: True, beat=beat) is None
 
 
 def test_sites_may_be_renamed_but_not_change_their_plans() -> None:
