@@ -91,7 +91,7 @@ def test_an_event_is_written_as_an_old_log_has_it() -> None:
             expected = line.removesuffix("}\n") + ',"host_bytes":0,"disk_bytes":0}\n'
         if isinstance(event, Merge):
             newer = ',"number":-1,"merged":[],"left":[],"joined":[],"count":0,"samples":0,"total":0,"mark":"","decided":null'
-            expected = line.removesuffix("}\n") + newer + ',"taken":[],"ages":[],"weights":[],"names":[]}\n'
+            expected = line.removesuffix("}\n") + newer + ',"taken":[],"ages":[],"weights":[],"names":[],"rule":1}\n'
         if isinstance(event, Lowered):
             expected = line.removesuffix("}\n") + ',"at_most":null}\n'
         if isinstance(event, Spans):

@@ -128,7 +128,7 @@ class Merge(Event):
     digest of all merges so far. `decided`: the site that decided the merge; None in logs of earlier versions. If merges are
     asynchronous, `merged` has a site once for each of its differences; `taken`, `ages` and `weights` have each difference's step
     after which it was sent, number of missed merges, and weight in the mean. `names`: the sites' names, if the run file gives
-    them."""
+    them. `rule`: the number of the rule by which samples are divided (`spec.sites.deal.RULE`); logs of earlier versions lack it."""
 
     kind: ClassVar[str] = "merge"
     step: int
@@ -155,6 +155,7 @@ class Merge(Event):
     ages: list[int] = field(default_factory=list)
     weights: list[int] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
+    rule: int = 1
 
     @property
     def all_sites(self) -> int:

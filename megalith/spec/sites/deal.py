@@ -13,6 +13,10 @@ from megalith.spec.phases import Phases
 from megalith.spec.sites.late import Backlog, Taken
 from megalith.spec.sites.table import part_of_batch
 
+RULE = 2
+"""The number of the rule by which samples are divided once a site has left; merges are recorded with it. Versions before rule 2 gave a site
+one range a step."""
+
 
 class Share(NamedTuple):
     """Samples that one site reads in one step: `size` consecutive samples from number `first` on, all in one phase of the data."""

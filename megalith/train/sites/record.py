@@ -4,6 +4,7 @@ A run without faults is bitwise reproducible without a record. If sites came and
 joined) depended on clocks, so the same run file with the same verdicts computes the same bits.
 """
 
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from megalith.fleet.secure.peers import PeerGone
 from megalith.spec.phases import Phases
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import SitesSpec, folder_of
-from megalith.spec.sites.deal import Deal
+from megalith.spec.sites.deal import RULE, Deal
 from megalith.spec.sites.terms import DECIDE_BITS, DECIDE_NONE
 from megalith.train.sites.council import Council
 from megalith.train.sites.differences import SAME, OutOfStepError
@@ -62,6 +63,13 @@ def _refuse_changes(events: Iterable[Event], merges: Sequence[Merge]) -> None:
             raise RecordError(
                 f"{key} was changed when the run was resumed, but a replay uses the same run file from beginning to end"
             )
+
+    changed = min((one.number for one in merges if one.left or one.joined), default=sys.maxsize)
+    if others := sorted({one.rule for one in merges if one.number >= changed and one.rule != RULE}):
+        raise RecordError(
+            "sites left or joined while a version of Megalith trained that divides returned samples in another way "
+            f"(rule {others[0]}, here {RULE}), so this version would read other samples. Use the version that trained the run"
+        )
 
 
 def _text(spec: Mapping[str, Any], table: str) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from megalith.events import Merge
 from megalith.spec.sites import Fragment, SitesSpec, verdict_bytes, wire_bytes
-from megalith.spec.sites.deal import Deal
+from megalith.spec.sites.deal import RULE, Deal
 from megalith.spec.sites.late import Taken
 from megalith.train.sites.messages import Difference, Verdict
 
@@ -73,4 +73,5 @@ def merge_event(
         ages=[one.age for one in late],
         weights=[one.weight for one in late],
         names=list(names),
+        rule=RULE,
     )

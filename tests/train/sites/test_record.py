@@ -16,6 +16,7 @@ from megalith.checkpoint.folder import FOLDER
 from megalith.events import EventLog, Merge, RunStarted, read_kind
 from megalith.fleet.secure.peers import PeerGone
 from megalith.spec.sites import SitesSpec
+from megalith.spec.sites.deal import RULE
 from megalith.train.sites import messages
 from megalith.train.sites.differences import OutOfStepError
 from megalith.train.sites.handover import in_thread, known_marks, merges_missed, records
@@ -41,7 +42,7 @@ def _events(verdicts: list[Verdict], mark: str = "") -> list[Merge]:
         numbers = dict.fromkeys(("bytes_sent", "bytes_received", "waited", "seconds", "norm", "spread"), 0)
         sets = {"merged": [*one.merged], "left": [*one.left], "joined": [*one.joined]}
         told = {"step": one.step, "sent": one.sent, "fragment": one.fragment, "number": one.number, "count": one.count}
-        found.append(Merge(**numbers, **sets, **told, sites=3, losses=[], mark=mark))
+        found.append(Merge(**numbers, **sets, **told, sites=3, losses=[], mark=mark, rule=RULE))
     return found
 
 
@@ -155,6 +156,16 @@ def test_sites_may_be_renamed_but_not_change_their_plans() -> None:
     here, away = starts(None), starts(None)
     away[0].spec["sites"]["place"] = "host"
     _refuse_changes([*here, *away], [])
+
+
+def test_a_record_of_another_rule_is_refused_where_samples_were_returned() -> None:
+    made = _events(VERDICTS)
+    _refuse_changes([], made)
+    earlier = [replace(event, rule=1) for event in made]
+    _refuse_changes([], [earlier[0], *made[1:]])  # all sites trained until then
+    for merges in (earlier, [*made[:2], earlier[2]]):
+        with pytest.raises(RecordError, match=r"in another way \(rule 1, here 2\)"):
+            _refuse_changes([], merges)
 
 
 def test_a_run_without_a_merge_is_refused(tmp_path: Path) -> None:
