@@ -237,7 +237,8 @@ def hold(run_dir: Path, *, wide: bool = False) -> Iterator[Owner]:
         if locked:
             stack.enter_context(_lock(run_dir))
         before = claims.newest()
-        epoch = 0 if before is None else _epoch_after(before, claims, run_dir, locked=locked)
+        # without claims, as in a copy, an owner writes what readers read
+        epoch = epochs.last(run_dir) if before is None else _epoch_after(before, claims, run_dir, locked=locked)
         claim = Claim(
             number=1 if before is None else before.number + 1, epoch=epoch, process=os.getpid(), born=_born(os.getpid()),
             place=place(), host=socket.gethostname(), since=time.time(), lease=0.0 if locked else LEASE_SECONDS, wide=wide,

@@ -230,6 +230,20 @@ def test_a_process_whose_folder_another_one_has_replaced_ends_if_nobody_stops_it
     assert _end_of(_forked(act)) == ExitCode.LOST
 
 
+def test_an_owner_of_a_folder_whose_claims_are_gone_writes_what_readers_read(tmp_path: Path) -> None:
+    """As in a copy of the folder without `ranks/`."""
+    with hold(tmp_path) as own:
+        _log(own, "first")
+        _describe(own, "first")
+    owner.epochs.begin(tmp_path, 2)
+    shutil.rmtree(tmp_path / "ranks")
+    with hold(tmp_path) as own:
+        _log(own, "here")
+        _describe(own, "here")
+        assert [event.message for event in events.of_kind(events.read(tmp_path), Problem)] == ["first", "here"]
+        assert files.read(owner.epochs.newest(tmp_path, files.FILE), saved=True).resolved.spec.name == "here"
+
+
 @pytest.mark.parametrize("damage", ["", "{", "[]", "{}"])
 def test_a_claim_that_was_damaged_keeps_nobody_out_whose_lock_says_that_the_owner_is_dead(damage: str, tmp_path: Path) -> None:
     _die(tmp_path)
