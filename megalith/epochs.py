@@ -58,6 +58,11 @@ def is_named(path: str | Path, file: str) -> bool:
     return _pattern(file).fullmatch(Path(path).name) is not None
 
 
+def without_numbers(text: str, file: str) -> str:
+    """Return a text with the plain name of `file` in place of its names in epochs."""
+    return _pattern(file).sub(file, text)
+
+
 def names(run_dir: Path, file: str, epoch: int) -> list[Path]:
     """Return the paths of a file that people read too: its name in an epoch, which readers take, and its plain name, which people know."""
     return [run_dir / each for each in dict.fromkeys((name(file, epoch), file))]

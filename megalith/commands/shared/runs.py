@@ -294,7 +294,7 @@ def _await(resolved: ResolvedRun, folder: Path, *, timeout: float) -> ResolvedRu
         path = epochs.newest(folder, files.FILE)
         found = first_weights.as_recorded(resolved, folder)
         settled = found is resolved or first_weights.is_settled(resolved, found, folder)
-        if settled and disk.is_file(path) and path.read_text(encoding="utf-8") == files.dump(found):
+        if settled and disk.is_file(path) and _are_equal(path.read_text(encoding="utf-8"), files.dump(found)):
             return found
         if time.monotonic() > end:
             raise TimeoutError(
@@ -302,6 +302,12 @@ def _await(resolved: ResolvedRun, folder: Path, *, timeout: float) -> ResolvedRu
                 "All ranks need the same run folder on a shared file system, and the same command."
             )
         time.sleep(0.05)
+
+
+def _are_equal(run: str, other: str) -> bool:
+    """True if two run files are equal but for the epoch in a name of a run file: a rank may read the run file that rank 0 has just written
+    under another name, and values then have another origin."""
+    return epochs.without_numbers(run, files.FILE) == epochs.without_numbers(other, files.FILE)
 
 
 def job(spec: RunSpec, folder: Path, entry: str, arguments: dict[str, Any]) -> Job:

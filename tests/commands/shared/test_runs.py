@@ -1,5 +1,6 @@
 """All problems of a run are found at once."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -7,12 +8,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from megalith import epochs
 from megalith.commands.dryrun import dryrun
 from megalith.commands.launch import launch
 from megalith.commands.parity import parity
 from megalith.commands.shared.arguments import RunRequest
-from megalith.commands.shared.runs import check
+from megalith.commands.shared.runs import _await, check
 from megalith.commands.train import train
+from megalith.spec import files
 from megalith.spec.families.llama import Llama
 from megalith.spec.fleet import FleetSpec
 from megalith.spec.plan import Plan
@@ -20,6 +23,7 @@ from megalith.spec.problem import SpecErrors
 from megalith.spec.run import DataSpec, OptimizerSpec, TrainSpec
 from tests.check.runs import is_small
 from tests.commands.calling import RUN
+from tests.specs import tiny_run
 
 FOUR_KINDS = """
 model.preset = "tini"
@@ -115,3 +119,20 @@ def test_a_value_out_of_range_does_not_silence_what_does_not_depend_on_it(run: P
     with pytest.raises(SpecErrors) as caught:
         check(RunRequest(run, [*settings, faulty]))
     assert {key, faulty.partition("=")[0]} <= {problem.key for problem in caught.value.problems}
+
+
+@pytest.mark.parametrize("began", ["run.toml", "run-1.toml"])
+def test_a_rank_finds_its_run_whose_file_got_another_name_before_or_after_it_was_read(began: str, tmp_path: Path):
+    """Rank 0 of `megalith resume` reads `run.toml`, and writes `run-1.toml` as the folder's next owner."""
+    spec, origin = tiny_run(), f"file {tmp_path / 'run.toml'}"
+    files.save(
+        files.ResolvedRun(spec, {"train.steps": origin, "name": f"default at the time when {tmp_path / 'run.toml'} was written"}),
+        tmp_path,
+    )
+    epochs.begin(tmp_path, 1)
+    mine = files.ResolvedRun(
+        spec, {"train.steps": f"file {tmp_path / began}", "name": f"default at the time when {tmp_path / began} was written"}
+    )
+    assert _await(mine, tmp_path, timeout=0.0) is mine
+    with pytest.raises(TimeoutError):
+        _await(replace(mine, spec=spec.model_copy(update={"name": "another"})), tmp_path, timeout=0.0)
