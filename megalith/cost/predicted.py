@@ -271,9 +271,10 @@ def _memory(workload: Workload, traced: Parts, here: _Here, place: int, figures:
     held = shares(workload, traced).held[place]
     lasting = found.weights - whole_bytes(workload, traced, held)
     own = updated(workload, numbers(workload, traced, held)) * workload.master_bytes
+    more = rest_bytes(workload, traced, held, "weights") * (1 - plan.state.away)
     if workload.width < WIDE:
         near = own * (1 - plan.state.away)
-        weights, optimizer = lasting + near, found.optimizer - near
+        weights, optimizer = lasting + near + more, found.optimizer - near
     else:  # a share is kept beside the whole weights, unless it is all of them
         apart = plan.zero in (1, 2) and plan.dp_shard > 1
         weights, optimizer = lasting + apart * own, found.optimizer
@@ -300,6 +301,7 @@ def _elsewhere(workload: Workload, traced: Parts, here: _Here, place: int) -> di
         found["host"] = found.get("host", 0.0) + merged
     if state.away:
         kept = updated(workload, numbers(workload, traced, held)) * workload.state_bytes + rest_bytes(workload, traced, held)
+        kept += rest_bytes(workload, traced, held, "weights")
         kept *= state.away * (DISK_SLOTS if state.optimizer == "disk" else 1)
         found[state.optimizer] = found.get(state.optimizer, 0.0) + kept
     return found

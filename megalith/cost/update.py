@@ -13,7 +13,7 @@ from megalith.spec.model import BlockSpec, Growth
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.run import OptimizerSpec
 from megalith.spec.sizes import Parameter, block_parameters, part_parameters
-from megalith.spec.state import GRADIENT, PIECES, Moments, bytes_each
+from megalith.spec.state import GRADIENT, LOWER, PIECES, Category, Moments, bytes_each
 from megalith.spec.treatment import is_matrix, slots_of, treatment
 
 if TYPE_CHECKING:
@@ -65,28 +65,39 @@ def work(rows: int, columns: int) -> float:
     return ITERATIONS * (4.0 * least * least * most + 2.0 * least**3)
 
 
-def rest_bytes(workload: Workload, parts: "Parts", here: "RankParts") -> float:
-    """Return the bytes on one rank in addition to the optimizer's usual state: for parameters that another rule updates, and for small
-    parameters whose moments stay in fp32."""
+def rest_bytes(workload: Workload, parts: "Parts", here: "RankParts", category: Category = "optimizer") -> float:
+    """Return the bytes on one rank in addition to the usual state: for parameters that another rule updates, and for small parameters whose
+    moments stay in fp32; or, for `category` = "weights", for vectors that keep more bits of split master weights."""
     one_rule = OPTIMIZERS[workload.optimizer].rest is None and workload.moments.number == "fp32"
-    if one_rule or workload.frozen or workload.software_profile.moment_bytes is not None:
+    nothing = one_rule if category == "optimizer" else workload.master != "split8"
+    if nothing or workload.frozen or workload.software_profile.moment_bytes is not None:
         return 0.0
-    model = workload.model
-    each = {parameter.role: _beyond(parameter, workload) for parameter in part_parameters(model, "embedding")}
-    held = float(
-        sum(_beyond_block(_block(workload, kind), model.dim, workload.optimizer, workload.moments) * n for kind, n in here.blocks)
-    )
+    model, how = workload.model, _Kept(workload.optimizer, workload.moments, workload.master, category)
+    each = {parameter.role: how.beyond(parameter) for parameter in part_parameters(model, "embedding")}
+    held = float(sum(_beyond_block(_block(workload, kind), model.dim, how) * n for kind, n in here.blocks))
     held += parts.embedding.weights * each["table"] if here.embedding or (here.head and parts.ahead) else 0
-    if here.head and not (model.head.tied and here.embedding):
-        output = Parameter("head.output.weight", (model.embedding.vocab, model.dim), "table" if model.head.tied else "matrix")
-        held += parts.head.weights * _beyond(output, workload)
+    if here.head:
+        norm = [one for one in part_parameters(model, "head") if one.name.startswith("norm.")]
+        held += sum(one.numel * how.beyond(one) for one in norm)
+        if not (model.head.tied and here.embedding):
+            output = Parameter("head.output.weight", (model.embedding.vocab, model.dim), "table" if model.head.tied else "matrix")
+            held += (parts.head.weights - sum(one.numel for one in norm)) * how.beyond(output)
     return held / _shards(workload)
 
 
-def _beyond(parameter: Parameter, workload: Workload) -> float:
-    """Additional bytes for each element of a parameter, compared with the optimizer's usual state."""
-    optimizer = _optimizer(workload.optimizer, workload.moments)
-    return bytes_each(treatment(parameter, optimizer, Growth()).slots) - bytes_each(slots_of(optimizer))
+class _Kept(NamedTuple):
+    """The rules for the state of a category that is kept for a parameter."""
+
+    kind: str
+    moments: Moments
+    master: str
+    category: Category
+
+    def beyond(self, parameter: Parameter) -> float:
+        """Additional bytes for each element of a parameter, compared with the usual state."""
+        optimizer = _optimizer(self.kind, self.moments, self.master)
+        slots = (slot for slot in treatment(parameter, optimizer, Growth()).slots if slot.category == self.category)
+        return bytes_each(slots) - bytes_each(slots_of(optimizer) if self.category == "optimizer" else [LOWER[self.master]])
 
 
 @lru_cache(maxsize=1024)
@@ -95,17 +106,14 @@ def _optimizer(kind: str, moments: Moments, master: str = "fp32") -> OptimizerSp
     return OptimizerSpec.model_validate({"kind": kind, "master": master} | small)
 
 
-def _beyond_block(block: BlockSpec, dim: int, kind: str, moments: Moments) -> float:
-    return _kept_beyond(block, dim, kind, moments)  # pyright: ignore[reportArgumentType]  # see `matrices`
+def _beyond_block(block: BlockSpec, dim: int, how: _Kept) -> float:
+    return _kept_beyond(block, dim, how)  # pyright: ignore[reportArgumentType]  # see `matrices`
 
 
 @lru_cache(maxsize=1024)
-def _kept_beyond(block: BlockSpec, dim: int, kind: str, moments: Moments) -> float:
-    """Additional bytes for all elements of a block, compared with the optimizer's usual state."""
-    optimizer = _optimizer(kind, moments)
-    each = block_parameters(block, dim)
-    own = sum(one.numel * bytes_each(treatment(one, optimizer, Growth()).slots) for one in each)
-    return own - sum(one.numel for one in each) * bytes_each(slots_of(optimizer))
+def _kept_beyond(block: BlockSpec, dim: int, how: _Kept) -> float:
+    """Additional bytes for all elements of a block, compared with the usual state."""
+    return sum(one.numel * how.beyond(one) for one in block_parameters(block, dim))
 
 
 def home_bytes(workload: Workload, here: "RankParts") -> float:

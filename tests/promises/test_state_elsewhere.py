@@ -23,6 +23,7 @@ from megalith.spec.sizes import model_parameters
 from megalith.spec.state import DISK_SLOTS, away_names
 from megalith.train.assemble import Trainer
 from megalith.train.loop import stepper_of
+from megalith.train.offload.slot_file import PAGE
 from tests.full import FULL, sampled
 from tests.parallel.running import microbatches, trainer_of
 from tests.prove.dry import dry
@@ -330,6 +331,33 @@ def test_bytes_on_each_tier_equal_the_prediction(kind: str, place: dict[str, Any
     assert lines["memory.weights"].gap == pytest.approx(0, abs=0.03)
     left = lines["memory.optimizer"]
     assert left.gap == pytest.approx(0, abs=0.03) if left.counted else not left.predicted
+
+
+ALL: dict[str, dict[str, Any]] = {
+    "one rank": {"plan": {"zero": 0, "state": HOST}},
+    "zero 1": {"plan": {"data": 2, "zero": 1, "state": HOST}},
+    "moments in 8 bits": {
+        "plan": {"data": 2, "zero": 1, "state": HOST}, "optimizer": {"moments": "fp8", "moment_block": 8, "moment_least": 64},
+    },
+    "split16": {"plan": {"zero": 0, "state": HOST}, "optimizer": {"master": "split16"}},
+    "split8": {"plan": {"data": 2, "zero": 1, "state": HOST}, "optimizer": {"master": "split8"}},
+    "tensor ranks": {"plan": {"tensor": 2, "state": HOST}},
+    "disk, weights too": {"plan": {"data": 2, "zero": 3, "state": DISK | {"weights": "disk"}}},
+    "disk, pipeline": {"plan": {"data": 2, "pipeline": 2, "zero": 1, "state": DISK}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("run", ALL.values(), ids=ALL)
+@sampled(2)
+def test_all_state_elsewhere_is_predicted_to_the_byte(run: dict[str, Any]) -> None:
+    """On disk, each tensor of a parameter fills whole pages of each of three files, which begin with a header."""
+    spec = brief_run(train={"precision": "bf16"}, **run)
+    rank, place = spec.plan.ranks - 1, spec.plan.state.optimizer
+    (tier,) = (one for one in compare(predict(workload_of(spec), rank=rank), dry(spec, rank)) if one.name == f"memory.{place}")
+    assert tier.predicted
+    tensors = 3 * len(model_parameters(spec.model.build()))  # master weight and two moments
+    padding = DISK_SLOTS * PAGE * (tensors + 2) if place == "disk" else 0
+    assert tier.predicted <= tier.counted <= tier.predicted + padding
 
 
 @pytest.mark.parametrize("shards", [1, 2])
