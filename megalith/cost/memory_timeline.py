@@ -160,8 +160,9 @@ class _Timeline:
             saved.append(sum(one.saved for one in part.profiles))
             whole = part.profiles[0] is self.traced.embedding
             deferred.append(sum(one.saved + one.output if whole else one.deferred for one in part.profiles))
-            inside.append(max(0.0 if one is head and not self.workload.tile else one.working for one in part.profiles))
             counted = part.block is not None and self.workload.layout.defers == "none"
+            working = max(0.0 if one is head and not self.workload.tile else one.working for one in part.profiles)
+            inside.append(part.profiles[0].beside if counted else working)
             formed.append(part.profiles[0].formed if counted else self.workload.width * sum(part.whole))
             if again is not None and part.block is not None:
                 run = before[part.block]
@@ -169,8 +170,9 @@ class _Timeline:
                 saved[-1] *= len(run) == 1  # one input for all blocks of the segment
                 waiting = self.traced.blocks if self.workload.layout.defers == "others" else again.inside
                 deferred[-1] = waiting[part.block].deferred
-                inside[-1] = max(graphs + again.inside[part.block].working, 0.0)
-                formed[-1] = again.inside[part.block].formed if counted else formed[-1]
+                mine = again.inside[part.block]
+                inside[-1] = max(graphs + (mine.beside if counted else mine.working), 0.0)
+                formed[-1] = mine.formed if counted else formed[-1]
         coming, left = [OffloadedBytes()] * len(parts), [number for number, part in enumerate(parts) if part.away.size]
         further: dict[int | None, int] = {run[0]: len(run) - 1 for run in segments}
         for number, then in pairwise(left):  # a segment's backward begins with its last block

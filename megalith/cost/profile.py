@@ -120,7 +120,7 @@ class Profile:
     saved: float
     """Bytes that forward leaves in memory for backward."""
     working: float
-    """Temporary tensors at the peak of a backward, without `saved` and `formed`."""
+    """Peak of temporary tensors during backward, without `saved` and weight gradients."""
     weights: int
     """Number of dense weights on the rank."""
     expert_weights: int
@@ -135,7 +135,9 @@ class Profile:
     multiplied: tuple[MultipliedWeight, ...] = ()
     """The weights on the rank that are factors of products"""
     formed: float = 0.0
-    """Bytes of weight gradients at the peak of a backward that defers none."""
+    """Bytes of weight gradients in a backward that defers none, when these and temporary tensors together are most."""
+    beside: float = 0.0
+    """Bytes of temporary tensors at that moment, without `saved`."""
     leaves: float = 0.0
     """Bytes of `saved` that autograd holds, and that can be offloaded (`plan.retain`)."""
     leaves_for_disk: float = 0.0

@@ -80,8 +80,9 @@ class Recorder(TorchDispatchMode):
         self.formed = 0
         """Bytes of weight gradients"""
         self.peak = 0
-        """Most bytes of live tensors and weight gradients together"""
-        self.formed_at_peak = 0
+        """Most bytes of live tensors"""
+        self.alive_then = self.formed_then = 0
+        """Bytes of live tensors, and of weight gradients, when both together were most"""
         self._seen: set[int] = set()
         self._held: dict[int, int] = {}
         self._results: set[int] = set()
@@ -181,12 +182,13 @@ class Recorder(TorchDispatchMode):
         weakref.finalize(storage, self._release, key)
 
     def _look(self) -> None:
-        if self.alive + self.formed >= self.peak:
-            self.peak, self.formed_at_peak = self.alive + self.formed, self.formed
+        self.peak = max(self.peak, self.alive)
+        if self.alive + self.formed >= self.alive_then + self.formed_then:
+            self.alive_then, self.formed_then = self.alive, self.formed
 
     def begin(self) -> None:
-        """Begin to look for the peak, from now on."""
-        self.peak = self.formed_at_peak = 0
+        """Begin to look for the peaks, from now on."""
+        self.peak = self.alive_then = self.formed_then = 0
         self._look()
 
     def form(self, gradient: Tensor) -> None:

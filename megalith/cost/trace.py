@@ -229,8 +229,7 @@ def _run(
             recorder.begin()
         with deferring(queue):
             torch.autograd.backward(result, grad)
-        formed = recorder.formed_at_peak
-        working = recorder.peak - formed - saved
+        working, beside, formed = recorder.peak - saved, recorder.alive_then - saved, recorder.formed_then
         x.grad = None
         entered = x.untyped_storage()._cdata, 0 if inputs is None else bytes_of(x)
         del result, grad, x
@@ -239,9 +238,8 @@ def _run(
         recorder.phase = "W"
         queue.run_all()
     profile = _profile(module, recorder, layout, saved - spared, working, given, block)
-    return replace(
-        profile, deferred=float(deferred), formed=float(formed), leaves=float(max(0, held)), leaves_for_disk=float(disk)
-    )
+    leaving = {"leaves": float(max(0, held)), "leaves_for_disk": float(disk)}
+    return replace(profile, deferred=float(deferred), formed=float(formed), beside=float(max(0, beside)), **leaving)
 
 
 def _profile(
