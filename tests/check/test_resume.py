@@ -90,7 +90,7 @@ def test_the_shares_that_count_are_those_of_the_newest_merge():
 
 
 def test_a_phase_may_not_change_where_a_lost_site_had_read():
-    """Of 36 samples that were assigned, 12 are returned: the samples up to the 36th are of the old phases."""
+    """36 samples were assigned, and 12 of them returned: all before the 36th keep their phases."""
     run = ("sites.count=2", "train.global_batch=12")
     deal = Deal.first(2)
     deal.next, deal.returned = 36, [Share(18, 6), Share(30, 6)]
