@@ -51,7 +51,7 @@ def _lose_the_verdict(number: int) -> Callable[..., None]:
     """Return a `Peers.send` that loses all connections of site 0 just before it sends the verdict about a merge."""
     send, lost = Peers.send, list[bool]()
 
-    def lossy(self: Peers, message: bytes, to: int | None = None) -> None:
+    def lossy(self: Peers, message: bytes, to: int | None = None, *, beside: bool = False) -> None:
         if self.own == 0 and not lost and message[:1] == Verdict.kind:
             verdict = messages.unpack(message)
             assert isinstance(verdict, Verdict)
@@ -59,7 +59,7 @@ def _lose_the_verdict(number: int) -> Callable[..., None]:
                 lost.append(True)
                 for peer in list(self._peers.values()):
                     self._lose(peer)
-        send(self, message, to)
+        send(self, message, to, beside=beside)
 
     return lossy
 

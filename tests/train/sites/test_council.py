@@ -224,7 +224,7 @@ def _sent(council: Council, act: Callable[[], object]) -> list[tuple[int | None,
     wire, found = council._wire, list[tuple[int | None, bytes]]()
     assert isinstance(wire, Wire)
     send = wire.send
-    wire.send = lambda message, to=None: (found.append((to, message[:1])), send(message, to))[1]  # type: ignore[method-assign]
+    wire.send = lambda message, to=None, **named: (found.append((to, message[:1])), send(message, to, **named))[1]  # type: ignore[method-assign]
     act()
     council.listen()
     return found

@@ -126,10 +126,10 @@ def _other_bytes(sites: Sites) -> list[int]:
     if wire is not None:
         send, others = wire.send, sites.spec.count - 1
 
-        def counted(message: bytes, to: int | None = None) -> None:
+        def counted(message: bytes, to: int | None = None, *, beside: bool = False) -> None:
             if message[:1] not in b"dv":
                 found.append((others if to is None else 1) * (LENGTH_BYTES + len(message) + FRAME_BYTES))
-            send(message, to)
+            send(message, to, beside=beside)
 
         wire.send = counted  # type: ignore[method-assign]
     return found
