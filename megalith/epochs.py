@@ -22,14 +22,16 @@ VARIABLE = "MEGALITH_EPOCH"
 DESCRIPTION = ("run.toml", "spec.json", "provenance.json", "tokenizer.json", "tokenizer_config.json")
 """Files that describe a run. A user may have a file such as `run-2.toml` too, so the number counts only if epoch 2 has begun."""
 
-SHOWN = ("ranks/steps", "ranks/times")
-"""Folders that are only shown, so a run goes on without their earlier content if it cannot be copied."""
-
 LOGS = ("events.jsonl", "nodes.jsonl", "ranks/fleet.json")
-COPIED = (*DESCRIPTION, *SHOWN, *LOGS)
-"""In this order: an epoch has begun once it has a log, and an index of steps must have no event that the log lacks."""
+COPIED = (*DESCRIPTION, *LOGS)
+"""In this order: an epoch has begun once it has a log."""
+
+ANEW = ("ranks/steps",)
+"""Folders that begin empty: the index of steps is made from the log again, because it must have no event that the log lacks."""
 
 MOVED = ("checkpoints",)
+SHOWN = ("ranks/times",)
+"""Folders that are moved too, but are only shown, so a run goes on without their earlier content if they cannot be moved."""
 
 
 def name(file: str, epoch: int) -> str:
@@ -75,7 +77,7 @@ def of_ranks(run_dir: Path, epoch: int) -> Path:
 
 def last(run_dir: Path) -> int:
     """Return the highest epoch (number of an owner) in the file names of a run folder; 0 if no name has a number."""
-    return max((number for file in (*SHOWN, *LOGS, *MOVED) for number in _there(run_dir, file)), default=0)
+    return max((number for file in (*LOGS, *ANEW, *MOVED, *SHOWN) for number in _there(run_dir, file)), default=0)
 
 
 def begin(run_dir: Path, epoch: int) -> None:
@@ -84,10 +86,18 @@ def begin(run_dir: Path, epoch: int) -> None:
 
     Raises OSError, with the folder and a way out, if a folder cannot be renamed.
     """
-    for file in COPIED:
+    for file in DESCRIPTION:
+        _copy(run_dir, file, epoch)
+    for folder in ANEW:
+        with contextlib.suppress(OSError):
+            (run_dir / name(folder, epoch)).mkdir(exist_ok=True)
+    for file in LOGS:
         _copy(run_dir, file, epoch)
     for folder in MOVED:
         _move(run_dir, folder, epoch)
+    for folder in SHOWN:
+        with contextlib.suppress(OSError):
+            _move(run_dir, folder, epoch)
 
 
 def _there(run_dir: Path, file: str, *, below: int | None = None) -> list[int]:
@@ -115,14 +125,11 @@ def _copy(run_dir: Path, file: str, epoch: int) -> None:
         return
     old = run_dir / name(file, max(before))
     part = own.with_name(f"{own.name}.{secrets.token_hex(4)}.tmp")
-    if file in SHOWN:
-        with contextlib.suppress(OSError):
-            shutil.copytree(old, part)
-            part.replace(own)
-        shutil.rmtree(part, ignore_errors=True)
-    else:
+    try:
         shutil.copyfile(old, part)
         part.replace(own)
+    finally:
+        part.unlink(missing_ok=True)  # there only after an error, such as a full disk
 
 
 def _move(run_dir: Path, folder: str, epoch: int) -> None:

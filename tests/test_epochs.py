@@ -47,7 +47,7 @@ def test_an_epoch_begins_with_all_that_there_was_and_an_earlier_owners_paths_lea
     assert newest(tmp_path, "events.jsonl").read_text() == "one\n"
 
 
-@pytest.mark.parametrize("moment", range(len((*epochs.COPIED, *epochs.MOVED))))
+@pytest.mark.parametrize("moment", range(len((*epochs.COPIED, *epochs.MOVED, *epochs.SHOWN))))
 def test_whoever_dies_while_an_epoch_begins_is_followed_by_one_that_does_the_rest(
     moment: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,7 +62,7 @@ def test_whoever_dies_while_an_epoch_begins_is_followed_by_one_that_does_the_res
 
     original: dict[str, Callable[[Path, str, int], None]] = {
         **dict.fromkeys(epochs.COPIED, epochs._copy),
-        **dict.fromkeys(epochs.MOVED, epochs._move),
+        **dict.fromkeys((*epochs.MOVED, *epochs.SHOWN), epochs._move),
     }
     monkeypatch.setattr(epochs, "_copy", dies)
     monkeypatch.setattr(epochs, "_move", dies)
@@ -106,20 +106,44 @@ def test_a_rank_reads_what_its_own_owner_wrote(tmp_path: Path, monkeypatch: pyte
     assert epochs.is_named(tmp_path / "spec-1.json", "spec.json") and not epochs.is_named("spectrum.json", "spec.json")
 
 
-def test_folders_that_are_only_shown_do_not_keep_an_epoch_from_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_are_moved_and_the_index_is_made_anew(tmp_path: Path) -> None:
     _folder(tmp_path)
-    (tmp_path / "ranks" / "times").mkdir()
-    (tmp_path / "ranks" / "times" / "one").write_text("1")
+    for folder in ("times", "steps"):
+        (tmp_path / "ranks" / folder).mkdir()
+        (tmp_path / "ranks" / folder / "one").write_text("1")
     begin(tmp_path, 1)
     assert [path.name for path in newest(tmp_path, "ranks/times").iterdir()] == ["one"]
+    assert not (tmp_path / "ranks" / "times").exists()
+    assert newest(tmp_path, "ranks/steps").name == "steps-1" and not list(newest(tmp_path, "ranks/steps").iterdir())
 
-    def fails(*paths: Path) -> None:
+
+def test_times_that_cannot_be_moved_do_not_keep_an_epoch_from_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _folder(tmp_path)
+    (tmp_path / "ranks" / "times").mkdir()
+    rename = Path.rename
+
+    def fails(path: Path, target: Path) -> Path:
+        if path.name == "times":
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fails)
+    begin(tmp_path, 1)
+    assert newest(tmp_path, "events.jsonl").name == "events-1.jsonl"
+    assert newest(tmp_path, "ranks/times").name == "times"
+
+
+def test_a_disk_that_fills_while_an_epoch_begins_keeps_no_part_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _folder(tmp_path)
+
+    def fills(old: Path, part: Path) -> None:
+        part.write_text("o")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(epochs.shutil, "copytree", fails)
-    begin(tmp_path, 2)
-    assert newest(tmp_path, "events.jsonl").name == "events-2.jsonl"
-    assert newest(tmp_path, "ranks/times").name == "times-1"
+    monkeypatch.setattr(epochs.shutil, "copyfile", fills)
+    with pytest.raises(OSError, match="No space left"):
+        begin(tmp_path, 1)
+    assert not list(tmp_path.rglob("*.tmp"))
 
 
 def test_a_folder_that_nothing_was_saved_in_yet_is_there_all_the_same(tmp_path: Path) -> None:

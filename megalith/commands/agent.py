@@ -69,13 +69,15 @@ def agent(request: RunRequest, *, console: Console, machine: str | None = None) 
         return TrainResult(folder, agents.serve_node(replace(host, job=runs.directed_elsewhere(host.job)), place), "", None)
     assert place is not None  # else it would not direct
     with hold(folder, wide=True) as owner:
-        runs.refuse(saved_run.differences(checked.resolved, folder))
-        resolved = first_weights.pinned(checked.resolved, folder)
-        spec = resolved.spec
-        runs.admit(spec, folder)
-        saved_run.print_start_over(resolved, folder)
-        files.save(resolved, folder, origin(), epoch=owner.epoch)
+        with owner.renewing():  # ended before `direct` forks, and begun again there
+            runs.refuse(saved_run.differences(checked.resolved, folder))
+            resolved = first_weights.pinned(checked.resolved, folder)
+            spec = resolved.spec
+            runs.admit(spec, folder)
+            saved_run.print_start_over(resolved, folder)
+            files.save(resolved, folder, origin(), epoch=owner.epoch)
+            host = host_of(spec)
         with followed(folder, spec, console, errors=lambda rank: False, epoch=owner.epoch) as (live_line, tick):
             store = runs.store_of(owner)
-            outcome = agents.direct(host_of(spec), place, owner=owner, checkpoints=store, tick=tick, notify=live_line.print_line)
+            outcome = agents.direct(host, place, owner=owner, checkpoints=store, tick=tick, notify=live_line.print_line)
     return ended(folder, outcome.code, outcome.message(), live_line)

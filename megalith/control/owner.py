@@ -113,11 +113,12 @@ class Owner:
         return self._claim.epoch
 
     @contextlib.contextmanager
-    def renewing(self) -> Iterator[None]:
-        """Renew the lease while the block runs. If the lease cannot be renewed for too long, or another folder is at the run folder's
-        path, and `check` has not ended the ranks by then, end this process and with it all ranks."""
+    def renewing(self, *, watched: bool = True) -> Iterator[None]:
+        """Renew the lease while the block runs. With `watched`, if the lease cannot be renewed for too long, or another folder is at the run
+        folder's path, and `check` has not ended the ranks by then, end this process and with it all ranks."""
         done = threading.Event()
-        loops = (self._keep_renewing, self._watch) if self._claim.lease else (self._watch_folder,)
+        loops = [self._keep_renewing] if self._claim.lease else []
+        loops += [self._watch if self._claim.lease else self._watch_folder] if watched else []
         threads = [threading.Thread(target=loop, args=(done,), daemon=True) for loop in loops]
         for thread in threads:
             thread.start()
@@ -125,7 +126,8 @@ class Owner:
             yield
         finally:
             done.set()
-            threads[-1].join()  # the other may wait for a store that is away
+            for thread in threads:  # because callers fork; with a limit, because a thread may wait for a store that is away
+                thread.join(LEASE_SECONDS / RENEWALS)
 
     def check(self) -> None:
         """Raise TakenError if another process owns the folder now, or another folder is at its path, or LeaseError if the lease could
@@ -249,7 +251,10 @@ def hold(run_dir: Path, *, wide: bool = False) -> Iterator[Owner]:
         owner = Owner(run_dir, claim)
         stack.callback(owner.leave)
         if epoch:
-            epochs.begin(run_dir, epoch)
+            with owner.renewing(
+                watched=False
+            ):  # no rank runs yet, and a long log takes longer to copy than an owner may be silent
+                epochs.begin(run_dir, epoch)
         yield owner
 
 

@@ -495,6 +495,25 @@ def test_what_an_owner_writes_that_was_stopped_past_its_lease_and_wakes_is_never
         assert before["tokenizers"] == ["second"] * 2 and before["times"] == (2, 3) and before["address"] == ("127.0.0.1", 2)
 
 
+def test_an_owner_renews_its_lease_while_its_epoch_begins(
+    elsewhere: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long log may take longer to copy than an owner may be silent."""
+    monkeypatch.setattr(owner, "LEASE_SECONDS", 0.3)
+    _die(tmp_path)
+    elsewhere()
+
+    def begin(run_dir: Path, epoch: int) -> None:
+        until(lambda: bool((found := claims.newest()) and claims.last_beat(found)), seconds=PATIENCE)
+
+    claims = owner._Claims(tmp_path)
+    monkeypatch.setattr(owner.epochs, "begin", begin)
+    before = threading.active_count()
+    with hold(tmp_path) as own:
+        assert own.epoch == 1
+        assert threading.active_count() == before, "callers fork"
+
+
 def test_an_owner_that_wakes_before_anybody_has_taken_over_goes_on(
     leased: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
