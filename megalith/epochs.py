@@ -19,7 +19,10 @@ from pathlib import Path
 VARIABLE = "MEGALITH_EPOCH"
 """Environment variable with the owner's epoch; if it is not set, the epoch is 0."""
 
-DESCRIPTION = ("run.toml", "spec.json", "provenance.json", "tokenizer.json", "tokenizer_config.json")
+COPIES = ("tokenizer.json", "tokenizer_config.json")
+"""Files that the first rank copies again, so an epoch begins without one that cannot be copied."""
+
+DESCRIPTION = ("run.toml", "spec.json", "provenance.json", *COPIES)
 """Files that describe a run. A user may have a file such as `run-2.toml` too, so the number counts only if epoch 2 has begun."""
 
 LOGS = ("events.jsonl", "nodes.jsonl", "ranks/fleet.json")
@@ -48,6 +51,14 @@ def mine() -> int:
 def newest(run_dir: Path, file: str) -> Path:
     """Return the path of a file or folder in the newest epoch that has it. If no epoch has it, return the path in epoch 0."""
     return run_dir / name(file, max(_there(run_dir, file), default=0))
+
+
+def newest_or_plain(folder: Path, file: str) -> Path:
+    """Like `newest`, but return the path in epoch 0 in a folder that one may enter but not list."""
+    try:
+        return newest(folder, file)
+    except PermissionError:
+        return folder / file
 
 
 def own(run_dir: Path, file: str) -> Path:
@@ -87,7 +98,8 @@ def begin(run_dir: Path, epoch: int) -> None:
     Raises OSError, with the folder and a way out, if a folder cannot be renamed.
     """
     for file in DESCRIPTION:
-        _copy(run_dir, file, epoch)
+        with contextlib.suppress(*([OSError] if file in COPIES else [])):
+            _copy(run_dir, file, epoch)
     for folder in ANEW:
         with contextlib.suppress(OSError):
             (run_dir / name(folder, epoch)).mkdir(exist_ok=True)
@@ -124,6 +136,8 @@ def _copy(run_dir: Path, file: str, epoch: int) -> None:
     if not before or epoch in _there(run_dir, file):
         return
     old = run_dir / name(file, max(before))
+    if not old.is_file():  # somebody's folder with that name, or a link that leads nowhere
+        return
     part = own.with_name(f"{own.name}.{secrets.token_hex(4)}.tmp")
     try:
         shutil.copyfile(old, part)

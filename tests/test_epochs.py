@@ -146,6 +146,31 @@ def test_a_disk_that_fills_while_an_epoch_begins_keeps_no_part_of_a_file(tmp_pat
     assert not list(tmp_path.rglob("*.tmp"))
 
 
+@pytest.mark.parametrize("odd", ["folder", "link", "unreadable"])
+def test_something_odd_at_the_tokenizers_name_does_not_keep_an_epoch_from_beginning(
+    odd: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _folder(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    if odd == "folder":
+        (path / "full").mkdir(parents=True)
+    elif odd == "link":
+        path.symlink_to("nowhere")
+    else:
+        path.touch()
+        copyfile = epochs.shutil.copyfile
+
+        def copies(old: Path, part: Path) -> None:
+            if old == path:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            copyfile(old, part)
+
+        monkeypatch.setattr(epochs.shutil, "copyfile", copies)
+    begin(tmp_path, 1)
+    assert newest(tmp_path, "events.jsonl").name == "events-1.jsonl"
+    assert newest(tmp_path, "tokenizer.json") == path
+
+
 def test_a_folder_that_nothing_was_saved_in_yet_is_there_all_the_same(tmp_path: Path) -> None:
     """So a later save of the earlier owner is not the newest."""
     begin(tmp_path, 1)

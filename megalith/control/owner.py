@@ -114,8 +114,8 @@ class Owner:
 
     @contextlib.contextmanager
     def renewing(self, *, watched: bool = True) -> Iterator[None]:
-        """Renew the lease while the block runs. With `watched`, if the lease cannot be renewed for too long, or another folder is at the run
-        folder's path, and `check` has not ended the ranks by then, end this process and with it all ranks."""
+        """Renew the lease while the block runs. With `watched`, if the lease cannot be renewed for too long, or another folder is at the
+        run folder's path, and `check` has not ended the ranks by then, end this process and with it all ranks."""
         done = threading.Event()
         loops = [self._keep_renewing] if self._claim.lease else []
         loops += [self._watch if self._claim.lease else self._watch_folder] if watched else []
