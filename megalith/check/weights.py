@@ -80,9 +80,7 @@ def _tokenizer(case: Case, start: Path, path: Path, meta: Mapping[str, Any]) -> 
         return
     ours = case.manifest.tokenizer
     theirs, where = meta.get("data", {}).get("tokenizer"), f"{path.name}/{checkpoints.MANIFEST}"
-    file = next(
-        (one for one in (epochs.newest(folder, TOKENIZER_FILE) for folder in (path, *path.parents[:2])) if one.is_file()), None
-    )
+    file = _file_beside(path)
     if theirs is None and file is not None:  # an import
         where = str(file)
         try:
@@ -103,9 +101,19 @@ def _tokenizer(case: Case, start: Path, path: Path, meta: Mapping[str, Any]) -> 
             f"was trained with another tokenizer ({theirs[:12]}, {where}) than the data in {case.spec.data.path} was made with "
             f"({ours.fingerprint[:12]}): the same ids mean other text"
         )
-        made = f"--tokenizer {file.parent}" if file else "the checkpoint's tokenizer"
+        made = f"--tokenizer {file}" if file else "the checkpoint's tokenizer"
         way_out = f"Prepare the data with {made}{_named_so(('tokenizer',), case.spec.train.init_from_changes)}."
         yield error(KEY, str(start), reason, way_out)
+
+
+def _file_beside(path: Path) -> Path | None:
+    """Return the tokenizer of the checkpoint `path`: beside it, above it, or in the folder of its run; None if there is none."""
+    of_a_run = epochs.is_named(path.parent, checkpoints.FOLDER)
+    places = [
+        epochs.newest_or_plain(folder, TOKENIZER_FILE) if of_a_run and number == 2 else folder / TOKENIZER_FILE
+        for number, folder in enumerate((path, *path.parents[:2]))
+    ]
+    return next((place for place in places if place.is_file()), None)
 
 
 def _model(case: Case, start: Path, index: Index, meta: Mapping[str, Any]) -> Found:

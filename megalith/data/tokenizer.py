@@ -162,7 +162,11 @@ def load(path_or_name: Path | str, *, end_of_text: str | None = None, config: Pa
     if str(path_or_name) == BYTES:
         return Tokenizer(_bytes_text(), end_of_text=end_of_text, origin=BYTES)
     path = Path(path_or_name)
-    path = path / TOKENIZER_FILE if path.is_dir() else path
+    if path.is_dir():
+        path, config = (
+            epochs.newest_or_plain(path, TOKENIZER_FILE),
+            config or epochs.newest_or_plain(path, TOKENIZER_CONFIG_FILE),
+        )
     if not path.is_file():
         raise DataError(
             f"The tokenizer {str(path_or_name)!r} was not found ({path.absolute()} does not exist). Give a tokenizer.json, "
@@ -182,17 +186,25 @@ def copy(source: Path, folder: Path, *, warn: Callable[[str], object] | None = N
     be used by itself. If a folder with content has the name of a file to copy, `warn` is called; without `warn` IsADirectoryError
     is raised. `epoch`: the number in the file names of a run folder's owner."""
     for name in (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE):
-        found, kept = source / name, folder / epochs.name(name, epoch)
-        if disk.is_file(found) and not (disk.is_file(kept) and kept.stat().st_size == found.stat().st_size):
-            try:
-                disk.write_whole(kept, found.read_bytes())
-            except IsADirectoryError:
-                if warn is None:
-                    raise
-                warn(
-                    f"{kept} is a folder, so the run keeps no copy of {found}. `megalith generate` needs a copy of the tokenizer "
-                    f"once the prepared data is gone: remove the folder {kept}"
-                )
+        own, *plain = epochs.names(folder, name, epoch)
+        if disk.is_file(source / name):
+            _copy_one(source / name, own, warn)
+            for kept in plain:  # for people, as `megalith.epochs` says
+                _copy_one(source / name, kept, lambda _: None)
+
+
+def _copy_one(found: Path, kept: Path, warn: Callable[[str], object] | None) -> None:
+    if disk.is_file(kept) and kept.stat().st_size == found.stat().st_size:
+        return
+    try:
+        disk.write_whole(kept, found.read_bytes())
+    except IsADirectoryError:
+        if warn is None:
+            raise
+        warn(
+            f"{kept} is a folder, so the run keeps no copy of {found}. `megalith generate` needs a copy of the tokenizer "
+            f"once the prepared data is gone: remove the folder {kept}"
+        )
 
 
 def train(

@@ -37,13 +37,13 @@ def load_model(path: Path, *, device: torch.device) -> Stage:
 def find_tokenizer(run_dir: Path, data: str | None) -> Tokenizer:
     """Return the tokenizer of a run from the run folder or, if it is not there, from the folder `data`. Raises FileNotFoundError with the
     paths that were tried."""
-    places = [epochs.newest(place, TOKENIZER_FILE) for place in (run_dir, *([Path(data)] if data else []))]
+    places = [epochs.newest(run_dir, TOKENIZER_FILE), *([Path(data) / TOKENIZER_FILE] if data else [])]
     found = next((path for path in places if path.is_file()), None)
     if found is None:
         raise FileNotFoundError(
             f"no tokenizer: looked for {' and '.join(map(str, places))}. Copy the run's {TOKENIZER_FILE} to one of these paths."
         )
-    return load_tokenizer(found, config=epochs.newest(found.parent, TOKENIZER_CONFIG_FILE))
+    return load_tokenizer(found, config=epochs.newest(run_dir, TOKENIZER_CONFIG_FILE) if found == places[0] else None)
 
 
 def generate(

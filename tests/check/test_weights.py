@@ -1,10 +1,12 @@
 """Checkpoints that give a run its first weights."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megalith.check import Problem, check
+from megalith.check.weights import _file_beside
 from megalith.checkpoint import folder as checkpoints
 from megalith.checkpoint.folder import Entry
 from megalith.data.manifest import tokenizer_fingerprint
@@ -121,7 +123,25 @@ def test_another_tokenizer_is_refused_or_named(data: Path, imported: bool):
     (problem,) = errors()
     assert "was trained with another tokenizer" in problem.reason
     assert 'train.init_from_changes = ["tokenizer"]' in problem.way_out
+    assert ("--tokenizer first/tokenizer.json" in problem.way_out) == imported
     assert errors("train.init_from_changes=['tokenizer']") == []
+
+
+def test_a_tokenizer_is_found_in_folders_that_one_may_not_list(data: Path, monkeypatch: pytest.MonkeyPatch):
+    first_weights("first", tokenizer=None)
+    Path("first/tokenizer.json").write_text('{"model": "another"}')
+    place, iterdir = Path("first").absolute(), Path.iterdir
+
+    def lists(folder: Path) -> Iterator[Path]:
+        if folder.absolute() in (place, *place.parents):
+            raise PermissionError(folder)
+        return iterdir(folder)
+
+    path = checkpoints.find_complete(Path("first"))[0]
+    monkeypatch.setattr(Path, "iterdir", lists)
+    assert _file_beside(path) == Path("first/tokenizer.json")
+    assert _file_beside(Path("first/there/step")) == Path("first/tokenizer.json")
+    assert _file_beside(Path("first")) == Path("first/tokenizer.json")
 
 
 def test_an_imports_tokenizer_is_compared_by_what_it_says_not_by_its_bytes(data: Path):

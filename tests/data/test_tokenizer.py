@@ -169,3 +169,21 @@ def test_a_folder_in_the_place_of_a_runs_copy_gives_way_or_is_reported(tmp_path)
     (run / TOKENIZER_FILE / "mine").mkdir(parents=True)
     copy(source, run, warn=warned.append)
     assert len(warned) == 1 and "remove the folder" in warned[0] and (run / TOKENIZER_FILE / "mine").is_dir()
+
+
+def test_the_folder_of_a_run_has_its_newest_owners_tokenizer_and_a_copy_for_people(tmp_path, monkeypatch):
+    for name, last in {"first": 8, "second": 9}.items():
+        Tokenizer(_words({"?": 0, "</s>": last})).save(tmp_path / name)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "events-1.jsonl").touch()
+    copy(tmp_path / "first", run, epoch=1)
+    assert (run / TOKENIZER_FILE).is_file() and (run / "tokenizer-1.json").is_file()
+    copy(tmp_path / "second", run)  # by an earlier owner that wakes up
+    assert load(run).vocab_size == 9
+
+    def refuses(folder):
+        raise PermissionError(folder)
+
+    monkeypatch.setattr(type(run), "iterdir", refuses)
+    assert load(tmp_path / "second").vocab_size == 10, "a folder that one may enter but not list"

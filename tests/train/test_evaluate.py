@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,13 @@ import pytest
 import torch
 
 from megalith.data.sources import documents, parse_sources
+from megalith.data.tokenizer import load
 from megalith.models.batch import Batch
 from megalith.models.stage import Stage
 from megalith.spec.families.llama import Llama
 from megalith.train import evaluate as scoring
 from megalith.train.evaluate import Score, evaluate, window_losses
+from megalith.train.generate import find_tokenizer
 from tests.commands.calling import call
 
 SPEC = Llama(layers=2, dim=16, heads=2, ffn=24, vocab=300, context=32).build()
@@ -89,3 +92,20 @@ def test_the_command_takes_sources_as_data_prepare_does(monkeypatch: pytest.Monk
     assert told["ok"] and told["tokens"] == wanted.tokens
     assert told["loss"] == pytest.approx(wanted.loss) and told["bits_per_byte"] == pytest.approx(wanted.bits_per_byte)
     assert "bits a byte" in call("eval", "run", str(tmp_path / "text.txt")).stdout
+
+
+def test_the_folder_of_the_data_is_not_listed_for_its_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may hold very many files, or be a folder that one may enter but not list."""
+    for folder in ("run", "data"):
+        load("bytes").save(tmp_path / folder)
+    iterdir = Path.iterdir
+
+    def lists(folder: Path) -> Iterator[Path]:
+        if folder.name == "data":
+            raise PermissionError(folder)
+        return iterdir(folder)
+
+    monkeypatch.setattr(Path, "iterdir", lists)
+    assert find_tokenizer(tmp_path / "run", str(tmp_path / "data")).kind == "bytes"
+    (tmp_path / "run" / "tokenizer.json").unlink()
+    assert find_tokenizer(tmp_path / "run", str(tmp_path / "data")).kind == "bytes"
