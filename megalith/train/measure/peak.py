@@ -107,7 +107,9 @@ def _measured_peak(trainer: Trainer, kept: Path) -> float:
     if leads:
         kept.parent.mkdir(exist_ok=True)
         with disk.if_available(kept):
-            disk.make_new(kept, str(float(rate)))  # the first owner's number stays, whatever a later one measures
+            made = disk.make_new(kept, str(float(rate)))  # the first owner's number stays, whatever a later one measures
+            if not made and not _number_in(kept):  # a full disk or a crash left it empty
+                disk.write_whole(kept, str(float(rate)))
     return float(rate)
 
 
