@@ -110,6 +110,27 @@ def begin(run_dir: Path, epoch: int) -> None:
     for folder in SHOWN:
         with contextlib.suppress(OSError):
             _move(run_dir, folder, epoch)
+    _remove_old(run_dir, epoch)
+
+
+def _remove_old(run_dir: Path, epoch: int) -> None:
+    """Remove the files of older epochs that this epoch has too, so that a run with many owners does not fill the disk. Files with the plain
+    names stay, and those of the previous epoch, which programs that watch the run may still read."""
+    begun = {number for file in LOGS for number in _there(run_dir, file, below=epoch - 1)} - {0}
+    for file in (
+        *DESCRIPTION,
+        *ANEW,
+        *SHOWN,
+        *LOGS,
+    ):  # logs last: they tell that an epoch had begun, so the others are not a user's files
+        if epoch in _there(run_dir, file):
+            for number in begun:
+                old = run_dir / name(file, number)
+                if file in COPIED:
+                    with contextlib.suppress(OSError):  # the next epoch tries again
+                        old.unlink()
+                else:
+                    shutil.rmtree(old, ignore_errors=True)
 
 
 def _there(run_dir: Path, file: str, *, below: int | None = None) -> list[int]:

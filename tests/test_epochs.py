@@ -146,6 +146,20 @@ def test_a_disk_that_fills_while_an_epoch_begins_keeps_no_part_of_a_file(tmp_pat
     assert not list(tmp_path.rglob("*.tmp"))
 
 
+def test_old_epochs_are_removed_but_for_the_plain_names_and_the_epoch_before(tmp_path: Path) -> None:
+    _folder(tmp_path)
+    (tmp_path / "run.toml").touch()
+    for epoch in (1, 2, 3):
+        begin(tmp_path, epoch)
+    (tmp_path / "run-9.toml").touch()  # a user's
+    begin(tmp_path, 4)
+    assert {path for path in _seen(tmp_path) if "step-" not in path} == {
+        "run.toml", "run-3.toml", "run-4.toml", "run-9.toml", "events.jsonl", "events-3.jsonl", "events-4.jsonl",
+        "checkpoints-4", "ranks/fleet.json", "ranks/fleet-3.json", "ranks/fleet-4.json",
+        "ranks/steps-3", "ranks/steps-4", "ranks/times-4",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("odd", ["folder", "link", "unreadable"])
 def test_something_odd_at_the_tokenizers_name_does_not_keep_an_epoch_from_beginning(
     odd: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
