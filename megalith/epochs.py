@@ -10,6 +10,7 @@ A late write of an earlier owner may still replace the file with the plain name,
 
 import contextlib
 import errno
+import filecmp
 import os
 import re
 import secrets
@@ -159,6 +160,8 @@ def _copy(run_dir: Path, file: str, epoch: int) -> None:
     old = run_dir / name(file, max(before))
     if not old.is_file():  # somebody's folder with that name, or a link that leads nowhere
         return
+    if file in DESCRIPTION and own.is_file() and not filecmp.cmp(old, own, shallow=False):
+        own.replace(own.with_name(f"{own.name}.user"))  # a user's own file, such as a `run-1.toml`
     part = own.with_name(f"{own.name}.{secrets.token_hex(4)}.tmp")
     try:
         shutil.copyfile(old, part)

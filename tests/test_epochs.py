@@ -85,6 +85,8 @@ def test_a_users_own_file_with_a_number_is_no_epochs_description(tmp_path: Path)
         begin(tmp_path, epoch)
         assert newest(tmp_path, "run.toml") == tmp_path / f"run-{epoch}.toml"
         assert newest(tmp_path, "run.toml").read_text() == "first"
+    assert (tmp_path / "run-1.toml.user").read_text() == "a user's"
+    assert (tmp_path / "run-2.toml").read_text() == "a user's"
 
 
 def test_a_folder_of_an_earlier_version_has_its_description_under_the_plain_names(tmp_path: Path) -> None:
