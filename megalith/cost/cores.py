@@ -34,8 +34,9 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, _, _ = ctx.saved_tensors
+        found = *(torch.empty_like(each) for each in (q, k, v)), None
         ctx.note("I", q, k, v)
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
+        return found
 
 
 class FusedCore(nn.Module):

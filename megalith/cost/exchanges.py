@@ -272,6 +272,6 @@ def core_note(recorder: Recorder, layout: Layout, window: int | None) -> Note:
                 recorder.exchange("context", "scatter", ranks * block * wider)
             held = 2 * ranks * block * wider  # gradients of all keys, and as they are sent
         if phase == "I" and layout.summed:
-            k.new_empty(int(held), dtype=torch.uint8)
+            k.new_empty(int(held + wider * bytes_of(q)), dtype=torch.uint8)  # the gradients of queries are sums too
 
     return note

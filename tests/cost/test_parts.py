@@ -202,7 +202,8 @@ def test_a_large_microbatch_s_figures_lie_on_the_line_through_two_smaller_ones(b
         assert found is not None
         # of two nearly equal peaks the other can be the larger one if the gradients of biases weigh less
         assert found.working == pytest.approx(traced.working, rel=1e-3)
-        assert replace(found, working=traced.working) == traced
+        assert found.beside + found.formed == pytest.approx(traced.beside + traced.formed, rel=1e-3)
+        assert replace(found, working=traced.working, beside=traced.beside, formed=traced.formed) == traced
     assert two != four != eight
 
 
