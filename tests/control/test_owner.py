@@ -231,7 +231,7 @@ def test_a_process_whose_folder_another_one_has_replaced_ends_if_nobody_stops_it
 
 
 def test_an_owner_of_a_folder_whose_claims_are_gone_writes_what_readers_read(tmp_path: Path) -> None:
-    """As in a copy of the folder without `ranks/`."""
+    """A copy of the folder may lack `ranks/`."""
     with hold(tmp_path) as own:
         _log(own, "first")
         _describe(own, "first")
