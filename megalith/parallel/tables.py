@@ -88,10 +88,10 @@ class StreamedTable:
 
     def give(self, rows: range, gradient: Tensor) -> None:
         """Take the gradient of one tile: one rank has all of it, so there is nothing to reduce."""
+        gradient = gradient.to(self.weight.sums)  # first: the sum of finite numbers may overflow in fp16
         grads = [gradient if weight is self.weight else None for weight in self.bucket.weights]
         if not self.bucket.take_in([gradient], grads):
             return
-        gradient = gradient.to(self.weight.sums)
         self.observe(gradient)
         if self.taken is not None:
             self.taken(rows.start * gradient.shape[1], gradient.view(-1))
