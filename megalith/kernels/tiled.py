@@ -81,7 +81,13 @@ class _Looked(torch.autograd.Function):
             at, outside = torch.where(mine, at, len(rows)), len(rows)  # one more row, to which nothing is added
             found = torch.ops.aten.embedding_dense_backward(grad, at, outside + 1, outside, False)
             table.give(rows, found[:outside])
-        return table.gradient, None, None
+        return _handed_over(table), None, None
+
+
+def _handed_over(table: Table) -> Tensor | None:
+    """Return the table's whole gradient, and drop it in the table: autograd copies a gradient that something else still holds."""
+    gradient, table.gradient = table.gradient, None
+    return gradient
 
 
 def _place(tokens: Tensor, rows: range) -> tuple[Tensor, Tensor]:
@@ -173,7 +179,7 @@ class _Tiled(torch.autograd.Function):
                 del logits, slope, grad
             table.give(rows, of_tile.to(tile.dtype) * grad_objective.to(tile.dtype))
             del of_tile
-        return grad_hidden.to(hidden.dtype) * grad_objective.to(hidden.dtype), table.gradient, None, None, None
+        return grad_hidden.to(hidden.dtype) * grad_objective.to(hidden.dtype), _handed_over(table), None, None, None
 
 
 def _chunks(hidden: Tensor, table: Table, terms: _Terms) -> Iterator[slice]:

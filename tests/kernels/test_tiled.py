@@ -36,6 +36,27 @@ def test_no_logits_of_the_whole_vocabulary_are_in_memory() -> None:
     assert largest.most <= weight.numel()
 
 
+def test_the_gradient_of_a_whole_table_is_not_copied() -> None:
+    hidden, weight, targets = inputs()
+    table = _Remembering(weight.requires_grad_(), 7)
+    tiled_cross_entropy(hidden, weight, table, targets, scale=1.0).objective.backward()
+    assert weight.grad is not None and weight.grad.data_ptr() == table.first
+    weight.grad = None
+    look_up(targets.clamp(0), weight, table).sum().backward()
+    assert weight.grad is not None and weight.grad.data_ptr() == table.first
+
+
+class _Remembering(ResidentTable):
+    """Remembers the address of its gradient, which must not keep the gradient alive."""
+
+    first = 0
+
+    def give(self, rows: range, gradient: Tensor) -> None:
+        super().give(rows, gradient)
+        assert self.gradient is not None
+        self.first = self.gradient.data_ptr()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_look_up_in_tiles_is_the_same_bits(dtype: torch.dtype) -> None:
     """A rank's part of the table lacks some tokens; these give zeros, and no gradient."""
