@@ -17,9 +17,9 @@ from megalith.cost.workload import Workload
 from megalith.planner.candidates import Space
 from megalith.planner.formats import follows_others
 from megalith.planner.linked import outer
-from megalith.planner.phases import fits_all
+from megalith.planner.phases import fits_all, workload_in
 from megalith.planner.request import ResolvedRequest
-from megalith.planner.search import Candidate, Scorer, SearchResult, assumed, search
+from megalith.planner.search import Candidate, Scorer, SearchResult, search
 from megalith.spec.plan import Plan
 from megalith.spec.treatment import copied_each_step
 
@@ -128,24 +128,7 @@ def scorer_of(request: ResolvedRequest) -> Scorer:
 
 def workload_of(request: ResolvedRequest, plan: Plan) -> Workload:
     """Return the workload of a step of the request's training under a plan."""
-    train, optimizer, (format, narrow) = request.run.train, request.run.optimizer, request.computes
-    return decided(
-        Workload(
-            request.model,
-            plan,
-            request.cluster,
-            train.seq_len,
-            train.global_batch,
-            format,
-            assumed(plan, request.software),
-            optimizer.kind,
-            optimizer.small,
-            optimizer.master,
-            train.gradients,
-            narrow=narrow,
-            outer=outer(request.sites),
-        )
-    )
+    return decided(workload_in(request, plan, request.run.train))
 
 
 def _step(found: SearchResult) -> float:

@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from megalith.planner.find import workload_of
 from megalith.planner.plan_result import best_plans
 from megalith.planner.request import PlanRequest, resolve
 from megalith.planner.run_file import as_run
 from megalith.spec import files
+from megalith.spec.plan import Plan
 
 RUN = """
 cluster = "h100:8"
@@ -57,3 +59,11 @@ def test_it_fits_in_all_phases_and_takes_the_sum_of_their_times(run: Path):
 def test_a_question_about_another_batch_is_of_one_phase(run: Path):
     asked = resolve(PlanRequest(path=run, global_batch=256))
     assert asked.whole is None and asked.run.train.global_batch == 256
+
+
+def test_a_plan_is_weighed_with_the_tiles_and_the_copies_that_the_search_counts(run: Path):
+    given = resolve(PlanRequest(path=run))
+    for tile, recover in ((4096, True), (0, False)):
+        asked = given.with_values({"train.vocab_tile": tile, "fleet.recover": recover, "fleet.memory_every": 1})
+        weighed = workload_of(asked, Plan(data=8))
+        assert (weighed.vocab_tile, weighed.copied) == (tile, recover)
