@@ -140,10 +140,10 @@ def best_plans(
     request = replace(request, factor=confidence_of(request, measured).factor)
 
     def must(other: ResolvedRequest) -> tuple[ResolvedRequest, SearchResult]:
-        other, some = find_form(other, top=top, tick=tick)
-        if some.best is None:
+        form, some = find_form(other, top=top, tick=tick)
+        if some.best is None:  # the ways out are those from what was asked: other forms of the state would rule some out
             raise SpecErrors(_nothing(other, some, scorer_of(other)))
-        return other, some
+        return form, some
 
     def whole() -> float | None:
         others, batch = (request,) if each is None else each.asks, whole_batch(request).train.global_batch
@@ -323,7 +323,8 @@ def _ways_out(request: ResolvedRequest, memory: Memory, largest: str, scorer: Sc
         there = replace(
             request, cluster=larger, run=request.run.model_copy(update={"cluster": "local"})
         )  # else `check` counts its devices
-        if any(_fits(there, plan, scorer) for plan in _plans(there)) and find_form(there, top=1)[1].best is not None:
+        least = [there, *(form for _, form in there.forms())][-1]
+        if any(_fits(least, plan, scorer) for plan in _plans(least)) and find_form(there, top=1)[1].best is not None:
             ways.append(f"{larger.count:,} {cluster.accelerator.name} would be enough for {batch:,} sequences a step")
             break
     need = memory.total * (1 + headroom())

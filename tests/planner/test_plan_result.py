@@ -383,6 +383,22 @@ def test_changes_are_tried_from_the_cheapest_and_what_rounds_is_said(tmp_path: P
     assert whole.compiles and not whole.changed(kept=True).compiles
 
 
+def test_ways_out_start_from_what_was_asked(monkeypatch: pytest.MonkeyPatch):
+    """The form of the state with the least memory rules out weights off the device."""
+    asked, judged = resolve(PlanRequest(**WORDS)), list[str]()
+
+    def find(request: ResolvedRequest, *, top: int, tick: Any) -> tuple[ResolvedRequest, SearchResult]:
+        return request.forms()[-1][1], SearchResult((), (), 1, 1, None)
+
+    monkeypatch.setattr("megalith.planner.plan_result.find_form", find)
+    monkeypatch.setattr(
+        "megalith.planner.plan_result._nothing", lambda request, *others: judged.append(request.run.optimizer.master) or []
+    )
+    with pytest.raises(SpecErrors):
+        best_plans(asked)
+    assert judged == ["fp32"]
+
+
 @pytest.mark.slow
 def test_a_layout_that_fits_in_segments_is_found_and_written(tmp_path: Path):
     (tmp_path / "deep.toml").write_text(DEEP.format(layers=48, seq_len=66560))
