@@ -38,10 +38,12 @@ def find_form(
     first = find(request, top=top, tick=tick)
     forms = request.forms() if first.too_large or first.recomputed or first.offloaded else []
     tried = [(request, first)]
-    for _, other in reversed(forms):  # the one with the least memory first: if nothing fits with it, nothing fits with others
+    for _, other in reversed(forms):  # the one with the least memory first
         tried.insert(1, (other, find(other, top=1, tick=tick, space=_space_of_form(other))))
-        if first.best is None and tried[-1][1].best is None:
-            return min(tried, key=lambda one: _least(one[1]))
+        if first.best is None and tried[-1][1].best is None and not request.offload:
+            break  # with less on the devices, nothing fits; but weights off the devices, and release, need fp32 master weights
+    if all(found.best is None for _, found in tried):
+        return min(tried, key=lambda one: _least(one[1]))
     shortest = min(_step(found) for _, found in tried)
     number = next(n for n, (_, found) in enumerate(tried) if _step(found) * (1 - SHORTER) <= shortest)
     if number == 0:

@@ -20,7 +20,7 @@ from megalith.commands.shared.arguments import RunRequest
 from megalith.commands.shared.runs import check
 from megalith.planner.candidates import offloaded
 from megalith.planner.described import roomy
-from megalith.planner.find import choice_of, find, scorer_of, skeleton
+from megalith.planner.find import choice_of, find, find_form, scorer_of, skeleton
 from megalith.planner.formats import state_of
 from megalith.planner.plan_result import PlanResult, best_plans, cheapest_remedy, frontier, headroom, short
 from megalith.planner.request import PlanRequest, ResolvedRequest, resolve
@@ -397,6 +397,25 @@ def test_ways_out_start_from_what_was_asked(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(SpecErrors):
         best_plans(asked)
     assert judged == ["fp32"]
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_with_offloading_a_form_is_tried_although_the_one_with_the_least_memory_does_not_fit(
+    offload: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Gradients in bf16 beside fp32 master weights can be released, and so need less than split ones in the end."""
+    asked, chosen = resolve(PlanRequest(**WORDS, offload=offload, small=True)), {"train.gradients": "bf16"}
+    time = SimpleNamespace(time=SimpleNamespace(step=1.0))
+    fits = SearchResult((Candidate(Plan(), time),), (), 1, 0, None)  # pyright: ignore[reportArgumentType]
+
+    def find(request: ResolvedRequest, **others: Any) -> SearchResult:
+        fit = offload and state_of(request.run) == state_of(asked.run) | chosen
+        return fits if fit else SearchResult((), (), 1, 1, None)
+
+    monkeypatch.setattr("megalith.planner.find.find", find)
+    form, found = find_form(asked, top=1)
+    assert (found.best is not None) == offload
+    assert not offload or state_of(form.run) == state_of(asked.run) | chosen
 
 
 @pytest.mark.slow
