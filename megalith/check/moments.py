@@ -107,6 +107,7 @@ def halves_can_be_had(case: Case) -> Found:
         case.plan.zero
         and case.plan.data % case.plan.replicate == 0
         and case.plan.dp_shard > 1
+        and Mesh.of(case.plan).experts[2] > 1
         and spec.optimizer.master == "split16"
     ):
         reason = (

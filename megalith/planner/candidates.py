@@ -64,7 +64,7 @@ class Space:
     schedules: tuple[str, ...] = field(default_factory=searched)
     """Schedules that are tried in addition to 1F1B and interleaved 1F1B."""
     sharded: bool = True
-    """Also layouts with several data or context ranks, which shard the state."""
+    """Also layouts with several data or context ranks that shard all of the state, that of experts too."""
     copies: bool = True
     """Under ZeRO 3, also try HSDP: two copies of the state, or one copy for each group of 1, 8 or 64 nodes."""
     exchanges: bool = True
@@ -160,11 +160,12 @@ def candidates(
     devices, space, blocks = cluster.count, space or Space(), len(model.blocks)
     for tensor, context, pipeline in splits(model, cluster, seq_len):
         data = devices // (tensor * context * pipeline)
-        if global_batch % data or (data * context > 1 and not space.sharded):
+        if global_batch % data:
             continue
         exchanges = _exchanges(model, cluster, tensor, context) if space.exchanges else [ContextExchange()]
         for (expert, parts_of_one), micro in product(_experts(model, data * context * tensor, tensor), space.microbatches):
-            if (global_batch // data) % micro:
+            sharded = data * context > 1 and data * context * tensor > expert * parts_of_one
+            if (global_batch // data) % micro or (sharded and not space.sharded):
                 continue
             rounds = global_batch // data // micro
             shares = _shares(cluster, data, context, tensor * context, pipeline, space)

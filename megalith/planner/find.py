@@ -39,7 +39,7 @@ def find_form(
     forms = request.forms() if first.too_large or first.recomputed or first.offloaded else []
     tried = [(request, first)]
     for _, other in reversed(forms):  # the one with the least memory first
-        tried.insert(1, (other, find(other, top=1, tick=tick, space=_space_of_form(other))))
+        tried.insert(1, (other, find(other, top=1, tick=tick, space=_space_of_form(request, other))))
         if first.best is None and tried[-1][1].best is None and not request.offload:
             break  # with less on the devices, nothing fits; but weights off the devices, and release, need fp32 master weights
     if all(found.best is None for _, found in tried):
@@ -117,10 +117,11 @@ def space_of(request: ResolvedRequest) -> Space:
     return Space(again=again, offload=shares, compile=request.compiles, compile_split=split)
 
 
-def _space_of_form(request: ResolvedRequest) -> Space:
-    """Return the search space in which the form of the state of a request can save memory: `split16` saves none where data ranks shard
-    master weights."""
-    return replace(space_of(request), sharded=request.run.optimizer.master != "split16")
+def _space_of_form(request: ResolvedRequest, other: ResolvedRequest) -> Space:
+    """Return the search space in which another form of the state can save memory: a change to `split16` saves none where data ranks shard
+    all master weights."""
+    changed = other.run.optimizer.master != request.run.optimizer.master
+    return replace(space_of(other), sharded=not changed or other.run.optimizer.master != "split16")
 
 
 def scorer_of(request: ResolvedRequest) -> Scorer:

@@ -121,6 +121,9 @@ def test_halves_that_save_nothing_are_told() -> None:
     for settings in (("optimizer.master=split8", "plan.data=2"), ("optimizer.master=split16",)):
         assert "optimizer.master" not in advice(*settings)
     assert "optimizer.master" not in advice("optimizer.master=split16", "plan.data=2", "plan.zero=0")
+    experts = "optimizer.master=split16", "model.preset=deepseek-tiny", "plan.data=2"
+    assert "optimizer.master" in advice(*experts)
+    assert "optimizer.master" not in advice(*experts, "plan.expert=2"), "each rank keeps all of its experts' state"
 
 
 def test_sums_in_bf16_are_of_gradients_in_bf16() -> None:

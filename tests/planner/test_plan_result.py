@@ -418,6 +418,24 @@ def test_with_offloading_a_form_is_tried_although_the_one_with_the_least_memory_
     assert not offload or state_of(form.run) == state_of(asked.run) | chosen
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_only_a_change_to_split16_is_not_tried_where_data_ranks_shard_the_state(
+    given: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    more = 'optimizer = { master = "split16" }\n' if given else ""
+    (tmp_path / "run.toml").write_text(DEEP.format(layers=2, seq_len=512) + more)
+    tried = list[tuple[str, bool]]()
+
+    def find(request: ResolvedRequest, *, space: Any = None, **others: Any) -> SearchResult:
+        if space is not None:
+            tried.append((request.run.optimizer.master, space.sharded))
+        return SearchResult((), (), 1, 1, None)
+
+    monkeypatch.setattr("megalith.planner.find.find", find)
+    find_form(resolve(PlanRequest(path=tmp_path / "run.toml", offload=True, small=True)), top=1)
+    assert set(tried) == ({("split16", True)} if given else {("split16", False), ("split8", True), ("fp32", True)})
+
+
 @pytest.mark.slow
 def test_a_layout_that_fits_in_segments_is_found_and_written(tmp_path: Path):
     (tmp_path / "deep.toml").write_text(DEEP.format(layers=48, seq_len=66560))
