@@ -1,4 +1,4 @@
-"""Where the shares of a parameter lie: on which mesh, and along which of its dimensions."""
+"""The place of a parameter's shares: on which mesh, and along which of its dimensions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
