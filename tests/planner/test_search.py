@@ -135,9 +135,7 @@ def test_what_is_too_large_for_a_microbatch_is_for_a_larger_one(model):
 
 
 def test_layouts_that_shard_nothing_of_experts_count_as_unsharded():
-    found = [
-        plan for plan in candidates(mixture(), clusters.load("h100:8"), seq_len=1024, global_batch=8, space=Space(sharded=False))
-    ]
+    found = list(candidates(mixture(), clusters.load("h100:8"), seq_len=1024, global_batch=8, space=Space(sharded=False)))
     assert all(plan.dp_size == 1 or plan.expert * plan.expert_tensor == plan.dp_size * plan.tensor for plan in found)
     assert any(plan.dp_size > 1 for plan in found)
 
