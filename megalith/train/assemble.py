@@ -76,7 +76,9 @@ class Trainer:
     adaptive: AdaptiveClip | None = None
     heads: HeadClip | None = None
     release: Release | None = None
-    ahead: UpdatesAhead | None = None  # if it updates state off the device while the next forward computes
+    ahead: UpdatesAhead | None = (
+        None  # if the run updates state off the device while the next forward computes: on all ranks or none
+    )
     tiers: Mapping[Place, AnyTier] = field(default_factory=dict[Place, AnyTier])
     tables: Mapping[str, StreamedTable] = field(default_factory=dict[str, StreamedTable])  # those that are read in tiles
     schedule: int | None = None  # steps of the schedule of learning rates that are done; None: as many as the state has updates
@@ -327,7 +329,8 @@ def assemble(
     rule = Optimizer(spec.optimizer, treated, GlobalTensors.of(parameters, described, partly, groups), target=target)
     used = [[bucket for part in runners[stage].buckets for bucket in part] for stage in order]
     updating = {"state": state, "rule": rule, "clock": executor.clock}
-    ahead = home is not None and not why_not_ahead(plan, kinds(spec.optimizer), qk_clip=optimizer.qk_clip)
+    # not asked of `home`: ranks of a plan whose state is off the device in part may have none, but ranks exchange digests together
+    ahead = plan.state.away > 0 and not why_not_ahead(plan, kinds(spec.optimizer), qk_clip=optimizer.qk_clip)
     return Trainer(
         run=whole,
         spec=spec,

@@ -16,6 +16,7 @@ from megalith.fleet.rank_info import RankInfo
 from megalith.fleet.report import Reported
 from megalith.parallel.gradients import NotFinite
 from megalith.prove.parity import RandomText
+from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer
 from megalith.train.batches import indices
 from megalith.train.guard import StateGuard
@@ -335,6 +336,31 @@ def test_verification_gives_no_false_alarm_with_state_elsewhere(zero: int, place
     root = None if place["optimizer"] == "disk" else tmp_path  # copies would hold all the state that is on disk
     found = train({"plan": plan, "train": train_bf16, "fleet": {"verify_every": 1}}, root=root)
     assert [(outcome.observed, outcome.ended) for outcome in found] == [([], "finished")] * 2, found[0].ended
+
+
+def _partly_away(rank: int, spec: RunSpec) -> tuple[bool, bool]:
+    """Train with digests; return whether the rank has state off the device, and whether it updates ahead."""
+    trainer = trainer_of(spec)
+    found, everyone = (trainer.state.home is not None, trainer.ahead is not None), [False] * 4
+    dist.all_gather_object(everyone, found[1])
+    if not all(everyone):
+        return found  # the ranks would exchange digests in different orders, and hang
+    guard = StateGuard(trainer, rank_info=RankInfo(rank, 4, ("n",) * 4, None, key=KEY), read=partial(read_of, trainer))
+    guard.begin(0, 0)
+    stepper = stepper_of(trainer, step_hooks=[guard], referee=guard)
+    for step in range(3):
+        notify([guard], "before_step", trainer, step)
+        stepper.step(read_of(trainer, step, trainer.groups.coordinates["data"]), step=step)
+    stepper.settle()
+    return found
+
+
+def test_ranks_without_state_off_the_device_exchange_digests_when_the_others_do() -> None:
+    """The first stage holds only the embedding, which is larger than the share that leaves the device."""
+    plan = {"pipeline": 2, "data": 2, "layers": [0, 2], "state": {"optimizer": "host", "share": 0.7}}
+    spec = tiny_run(plan=plan, model={"layers": 2}, train={"global_batch": 4, "seq_len": 32, "steps": 3})
+    found = run_ranks(_partly_away, 4, spec)
+    assert sorted(found) == [(False, True), (False, True), (True, True), (True, True)]
 
 
 def _after_a_replacement(rank: int, run: dict[str, Any], root: Path) -> list[Observation]:

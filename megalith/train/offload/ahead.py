@@ -36,15 +36,15 @@ class _Waits:
 
 
 class UpdatesAhead:
-    """Makes a rank's updates of state that is off the device. The update rules must be elementwise."""
+    """Makes a rank's updates of state that is off the device, of which it may hold none. The update rules must be elementwise."""
 
     def __init__(
         self, weights: Mapping[str, Weight], buckets: Iterable[Bucket], *, state: State, rule: Optimizer, clock: Clock
     ) -> None:
         """`buckets`: the buckets of this rank, in the order in which a forward needs them."""
-        assert state.home is not None
         self.state, self.rule, self.clock, self._waits = state, rule, clock, _Waits(state.behind, clock)
-        names = {weight: name for name, weight in weights.items() if name in state.home.lots}
+        lots = {} if state.home is None else state.home.lots
+        names = {weight: name for name, weight in weights.items() if name in lots}
         self._parts: list[list[str]] = []
         for number, bucket in enumerate(dict.fromkeys(buckets)):
             self._parts.append([names[weight] for weight in bucket.weights if weight in names])
