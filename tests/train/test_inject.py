@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from megalith.parallel.data import local
 from megalith.rehearse.faults import KINDS, ON_DISK
 from megalith.train.assemble import Trainer
 from megalith.train.inject import SLOW_SECONDS, Injector
+from megalith.train.offload.ahead import UpdatesAhead
 from megalith.train.offload.faults import FAULTS
+from megalith.train.offload.faults import hurt as hurt_files
 from megalith.train.offload.slot_file import StateFileError
 from megalith.train.step import accumulate, train_step
 from megalith.train.step_hooks import notify
@@ -84,8 +87,16 @@ def test_every_kind_of_fault_is_done_by_somebody() -> None:
 
 
 def _on_disk(rank: int, folder: Path) -> dict[str, tuple[int, str]]:
-    """Return for each fault of files with state the steps that were trained, and the error of the step after them."""
-    found = {}
+    """Return for each fault of files with state the steps that were trained, and the error of the step after them. Updates are slow, so that
+    a step ends before its update reads a chunk."""
+    found, update = dict[str, tuple[int, str]](), UpdatesAhead._update
+
+    def later(self: UpdatesAhead, *given: Any) -> None:
+        time.sleep(0.02)
+        update(self, *given)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(UpdatesAhead, "_update", later)
     for kind in FAULTS:
         trainer, injector = trainer_of(tiny_run(plan={"state": {"optimizer": "disk"}}, **RUN)), _injector(kind, folder)
         done, told = 0, ""
@@ -93,6 +104,7 @@ def _on_disk(rank: int, folder: Path) -> dict[str, tuple[int, str]]:
             for step in range(4):
                 train_step(trainer, microbatches(trainer, step), step=step)
                 notify([injector], "after_step", trainer, step)
+                trainer.state.complete()
                 done += 1
         except StateFileError as error:
             told = str(error)
@@ -114,6 +126,12 @@ def test_a_fault_of_a_file_with_state_ends_the_next_step_and_names_the_chunk(tmp
     for kind, (done, told) in found.items():
         assert done == 2, kind
         assert told.startswith("[Errno") and "plan.state: chunk " in told and said[kind] in told
+
+
+def test_a_rank_without_state_on_disk_has_no_fault_there(capsys: pytest.CaptureFixture[str]) -> None:
+    state: Any = SimpleNamespace(home=None, complete=lambda: None)
+    hurt_files(state, Injection(3, "torn-chunk", 1, KINDS["torn-chunk"].moment, (0,), place=0.5))
+    assert capsys.readouterr().out == "fault 3: no torn-chunk after step 1, because this rank has no state on disk\n"
 
 
 @pytest.mark.slow

@@ -17,8 +17,11 @@ SLOWER, AT_MOST = 0.02, 0.25
 
 
 def hurt(state: State, one: Injection) -> None:
-    """Inject a fault into the files of a rank's state."""
-    assert isinstance(state.home, Disk), f"{one.kind} needs state on disk"
+    """Inject a fault into the files of a rank's state, when no update reads or writes them."""
+    state.complete()
+    if not isinstance(state.home, Disk):
+        print(f"fault {one.number}: no {one.kind} after step {one.step}, because this rank has no state on disk", flush=True)
+        return
     slots = state.home.slots
     chunk = int(one.place * len(slots.layout.rooms))
     FAULTS[one.kind](slots, chunk, one)
@@ -27,11 +30,11 @@ def hurt(state: State, one: Injection) -> None:
 
 def _tear(slots: Slots, chunk: int, one: Injection) -> None:
     """Lose the end of a chunk, as if only its beginning had been written. The lost bytes contain half of its last tensor at least: between
-    small tensors there is only padding."""
+    small tensors there is only padding. Other bytes than zeros take their place, because moments may be zeros."""
     layout = slots.layout
     last, size = layout.spans(chunk)[-1], layout.segments[chunk][-1]
     begin, end = min(layout.rooms[chunk] // 2, last.start + size // 2), last.start + size
-    _overwrite(slots, chunk, begin, bytes(end - begin))
+    _overwrite(slots, chunk, begin, b"\xff" * (end - begin))
 
 
 def _alter(slots: Slots, chunk: int, one: Injection) -> None:
