@@ -14,6 +14,7 @@ from megalith.fleet import hooks
 from megalith.fleet.actions import ACTIONS, happen
 from megalith.fleet.hooks import Faults
 from megalith.fleet.injection import OWN_DATA, Injection
+from megalith.parallel.tables import StreamedTable
 from megalith.train.assemble import Trainer
 from megalith.train.offload.faults import FAULTS, hurt
 
@@ -53,7 +54,9 @@ class Injector:
         for one in self._faults.due("gradients", step):
             stage = trainer.runners[max(trainer.runners)].stage
             parameter = next(p for p in stage.parameters() if p.requires_grad)
-            self._hooks.append(parameter.register_hook(self._spoiler(one)))
+            table = next((table for table in trainer.tables.values() if table.weight.compute is parameter), None)
+            spoil = self._spoiler(one)
+            self._hooks.append(parameter.register_hook(spoil) if table is None else _TableHook(table, spoil))
 
     def after_reduction(self, trainer: Trainer, step: int, nll: torch.Tensor) -> None:
         """Do nothing when gradients are complete."""
@@ -100,6 +103,18 @@ class Injector:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+
+class _TableHook:
+    """Changes the gradients of a table's tiles. A table that is read in tiles has no other gradient that a hook could change."""
+
+    def __init__(self, table: StreamedTable, change: Callable[[Tensor], Tensor]) -> None:
+        self._table, give = table, table.give
+        table.give = lambda rows, gradient: give(rows, change(gradient))
+
+    def remove(self) -> None:
+        """Make the table take gradients unchanged again."""
+        vars(self._table).pop("give", None)
 
 
 def flip_data(one: Injection, shard: Path, begin: int, end: int) -> None:

@@ -14,6 +14,7 @@ from megalith.fleet.hooks import Faults
 from megalith.fleet.injection import Injection
 from megalith.fleet.rank_info import RankInfo
 from megalith.parallel.data import local
+from megalith.parallel.tables import StreamedTable
 from megalith.rehearse.faults import KINDS, ON_DISK
 from megalith.train.assemble import Trainer
 from megalith.train.inject import SLOW_SECONDS, Injector
@@ -151,6 +152,23 @@ def test_one_element_of_the_gradient_is_wrong_once_or_from_then_on(
     kind: str, others: list[tuple[int, int]], hurt: dict[str, Any]
 ) -> None:
     assert [found[:2] for found in hurt[kind]] == others
+
+
+def test_a_gradient_that_comes_in_tiles_is_wrong_in_one_element(tmp_path: Path) -> None:
+    """The only parameter of the stage is a table that is read in tiles: the first stage may have no blocks."""
+    taken: list[torch.Tensor] = []
+    stage = torch.nn.Linear(4, 8, bias=False)
+    weight: Any = SimpleNamespace(compute=stage.weight, sums=torch.float32, add_rows=lambda rows, tile: taken.append(tile))
+    bucket: Any = SimpleNamespace(weights=[weight], take_in=lambda looked_at, grads: True)
+    table = StreamedTable(weight, bucket, 4)
+    trainer: Any = SimpleNamespace(runners={0: SimpleNamespace(stage=stage)}, tables={"embedding.weight": table})
+    injector, wrong = _injector("once", tmp_path), []
+    for step in range(3):
+        injector.before_step(trainer, step)
+        for rows in table.tiles:
+            table.give(rows, torch.zeros(4, 4))
+        wrong.append([int(tile.count_nonzero()) for tile in taken[-2:]])
+    assert wrong == [[0, 0], [1, 0], [0, 0]]
 
 
 def test_a_slow_rank_works_longer_for_the_same_result(hurt: dict[str, Any]) -> None:
