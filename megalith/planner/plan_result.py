@@ -320,9 +320,9 @@ def _ways_out(request: ResolvedRequest, memory: Memory, largest: str, scorer: Sc
         larger = cluster.resized(cluster.count * times)
         if larger is None or unpublished(cluster.accelerator.name, larger):
             break
-        there = replace(
-            request, cluster=larger, run=request.run.model_copy(update={"cluster": "local"})
-        )  # else `check` counts its devices
+        uncounted = {"cluster": "local"}  # else `check` counts its devices
+        whole = request.whole and request.whole.model_copy(update=uncounted)
+        there = replace(request, cluster=larger, run=request.run.model_copy(update=uncounted), whole=whole)
         least = [there, *(form for _, form in there.forms())][-1]
         if any(_fits(least, plan, scorer) for plan in _plans(least)) and find_form(there, top=1)[1].best is not None:
             ways.append(f"{larger.count:,} {cluster.accelerator.name} would be enough for {batch:,} sequences a step")

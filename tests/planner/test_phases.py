@@ -1,13 +1,17 @@
 """A plan for a run with phases fits in all of them, and takes the sum of their times."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from megalith.planner.find import workload_of
+from megalith.planner import plan_result
+from megalith.planner.find import scorer_of, workload_of
 from megalith.planner.plan_result import best_plans
-from megalith.planner.request import PlanRequest, resolve
+from megalith.planner.request import PlanRequest, ResolvedRequest, resolve
 from megalith.planner.run_file import as_run
+from megalith.planner.search import Candidate, SearchResult
 from megalith.spec import files
 from megalith.spec.plan import Plan
 
@@ -67,3 +71,19 @@ def test_a_plan_is_weighed_with_the_tiles_and_the_copies_that_the_search_counts(
         asked = given.with_values({"train.vocab_tile": tile, "fleet.recover": recover, "fleet.memory_every": 1})
         weighed = workload_of(asked, Plan(data=8))
         assert (weighed.vocab_tile, weighed.copied) == (tile, recover)
+
+
+def test_where_nothing_fits_more_devices_are_judged_with_all_phases(run: Path, monkeypatch: pytest.MonkeyPatch):
+    asked, plan = resolve(PlanRequest(path=run)), Plan(data=16)
+    monkeypatch.setattr(plan_result, "_fits", lambda request, plan, scorer: True)
+    monkeypatch.setattr(plan_result, "cheapest_remedy", lambda request, activations: "")
+    valid = list[bool]()
+
+    def find_form(request: ResolvedRequest, *, top: int) -> tuple[ResolvedRequest, SearchResult]:
+        valid.append(request.is_valid(plan))
+        return request, SearchResult((Candidate(plan, SimpleNamespace()),), (), 1, 0, None)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(plan_result, "find_form", find_form)
+    short: Any = SimpleNamespace(total=2**40)
+    assert "16 h100 would be enough" in plan_result._ways_out(asked, short, "optimizer", scorer_of(asked))
+    assert valid == [True] and not asked.is_valid(plan)
