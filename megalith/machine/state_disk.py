@@ -24,13 +24,18 @@ SLOW = 0.9
 def check_folder(key: str, folder: Path, *, room: float, rate: float | None, size: int = SIZE) -> list[Finding]:
     """Check the folder that `key` of the plan names. `room`: the bytes that the ranks of this machine need there; `rate`: the bytes a
     second that the cluster file promises; None: it promises nothing."""
+    try:
+        return _checked(key, folder, room=room, rate=rate, size=size)
+    except OSError as error:  # such as a stale mount, or a folder inside one that may not be read
+        return [_unusable(key, f"{folder} cannot be accessed: {error.strerror}")]
+
+
+def _checked(key: str, folder: Path, *, room: float, rate: float | None, size: int) -> list[Finding]:
     there = folder.absolute()
     there = next(one for one in (there, *there.parents) if one.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         wrong = "is not writable" if there.is_dir() else "is not a folder"
-        return [
-            Finding(key, "fail", f"{there} {wrong}", "a writable folder", f"Set {key} to a folder on this machine's own disk")
-        ]
+        return [_unusable(key, f"{there} {wrong}")]
     found = [_exists(key, folder, there), _space(key, there, room)]
     if shutil.disk_usage(there).free < 2 * size:
         return [
@@ -46,6 +51,10 @@ def check_folder(key: str, folder: Path, *, room: float, rate: float | None, siz
 
 
 FREE = "Free space on this disk, or name a folder on another disk"
+
+
+def _unusable(key: str, value: str) -> Finding:
+    return Finding(key, "fail", value, "a writable folder", f"Set {key} to a folder on this machine's own disk")
 
 
 def _exists(key: str, folder: Path, there: Path) -> Finding:

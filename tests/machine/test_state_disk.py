@@ -40,3 +40,13 @@ def test_what_is_missing_is_named_with_a_way_out(tmp_path: Path, monkeypatch: py
 def test_a_file_system_without_direct_io_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_disk, "_bypass", lambda file: False)
     assert _verdicts(tmp_path)[", direct I/O"] == "warn"
+
+
+@pytest.mark.parametrize("call", ["pathlib.Path.exists", "shutil.disk_usage"])
+def test_a_folder_that_cannot_be_accessed_is_a_finding(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(call, refuse)
+    (found,) = check_folder(KEY, tmp_path, room=1.0, rate=None, size=SIZE)
+    assert (found.verdict, found.value) == ("fail", f"{tmp_path} cannot be accessed: {os.strerror(errno.ESTALE)}")
