@@ -88,8 +88,8 @@ def test_every_kind_of_fault_is_done_by_somebody() -> None:
 
 
 def _on_disk(rank: int, folder: Path) -> dict[str, tuple[int, str]]:
-    """Return for each fault of files with state the steps that were trained, and the error of the step after them. Updates are slow, so that
-    a step ends before its update reads a chunk."""
+    """Return for each fault of files with state the steps that were trained, and the error of the step after them. Updates are slow, so
+    that a step ends before its update reads a chunk."""
     found, update = dict[str, tuple[int, str]](), UpdatesAhead._update
 
     def later(self: UpdatesAhead, *given: Any) -> None:
