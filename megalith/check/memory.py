@@ -7,6 +7,7 @@ from typing import NamedTuple
 from megalith.check.case import Case, Found, advice, error, format_bytes
 from megalith.check.remedies import changed_by, cheapest
 from megalith.check.retain import FREE_SPACE, activation_bytes, files_in, unusable
+from megalith.kernels.chunks import tile_rows
 from megalith.mesh import Mesh
 from megalith.spec.cluster import HOST_MEMORY, ClusterSpec
 from megalith.spec.numbers import PRECISIONS, is_narrow
@@ -17,7 +18,7 @@ from megalith.spec.run import RunSpec
 from megalith.spec.sites import kept, outer_slots
 from megalith.spec.sizes import Count, block_parameters, count_model
 from megalith.spec.state import DISK_SLOTS, LOWER, MASTER, UPPER, Slot, bytes_each, bytes_of, gradient
-from megalith.spec.treatment import kinds, masters_of, slots_of
+from megalith.spec.treatment import kinds, masters_of, rows_in_tiles, slots_of, table_kinds
 
 PAIR = 2
 """Number of files between which updates of a rank's state on disk alternate."""
@@ -171,15 +172,23 @@ def vocabulary_is_cut(case: Case) -> Found:
     if rows and model is not None and model.head.ahead is not None:
         reason = "computes one loss in tiles, but multi-token prediction computes several losses with the same output layer"
         yield error(key, rows, reason, "Use vocab_tile = 0, or a model without multi-token prediction.")
-    if rows or model is None or model.head.tied or model.head.ahead is not None or not case.plan.cuts_tables:
+    if rows or model is None or model.head.ahead is not None:
         return
     table, width = model.embedding.vocab * model.dim, PRECISIONS[case.spec.train.precision].compute.width
     block = max(sum(each.numel for each in block_parameters(block, model.dim)) for block in case.blocks)
-    if table > block and case.spec.train.loss is None:
+    advised = max(1, block // (model.dim * case.plan.tensor))
+    if table > block and case.spec.train.loss is None and _cuts_tables(case, advised):
         sizes = f"{format_bytes(width * table)}, and of a block {format_bytes(width * block)}"
         reason = f"keeps the embedding's and the head's table whole while they compute: weights of {sizes}"
-        way_out = f"vocab_tile = {max(1, block // model.dim)} reads, computes and updates them in tiles; its sums round in another order."
+        way_out = f"vocab_tile = {advised} reads, computes and updates them in tiles; its sums round in another order."
         yield advice(key, rows, reason, way_out)
+
+
+def _cuts_tables(case: Case, rows: int) -> bool:
+    """Return True if embedding and output are read in tiles with this `train.vocab_tile`."""
+    assert case.model is not None
+    used, tile = table_kinds(case.spec.optimizer), tile_rows(rows, case.model.dim)
+    return rows_in_tiles(case.model, case.plan, used, tile=tile) > 0
 
 
 def released_gradients_can_be_taken_back(case: Case) -> Found:
@@ -308,7 +317,7 @@ def rank_bytes(case: Case) -> float:
         places, 2
     )  # embedding and head are on two ranks
     each = bytes_each([gradient(case.spec.train.gradients)])
-    ends = 0 if case.spec.train.vocab_tile and plan.cuts_tables else _ends(case).total / 2
+    ends = 0 if _cuts_tables(case, case.spec.train.vocab_tile) else _ends(case).total / 2
     part = max(ends, blocks.total / len(case.model.blocks) / max(1, plan.expert)) / plan.tensor
     return state + activation_bytes(case).near + 2 * part * (each * (plan.dp_size > 1) + each)
 

@@ -16,6 +16,7 @@ from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.plan import BLOCK, Action, Plan, place_of
 from megalith.spec.sizes import is_packed, layer_of, multiplied, stays_wide
 from megalith.spec.state import GRADIENT, LOWER, MASTER, WIDE, Moments, Place, Slot, bytes_each, gradient
+from megalith.spec.treatment import rows_in_tiles
 
 
 @dataclass(frozen=True)
@@ -192,10 +193,10 @@ class Workload:
     def cut(self) -> int:
         """Number of a rank's weights in the embedding's table, and in the head's, if these tables are read in tiles and never gathered
         (`parallel.tables`); otherwise 0."""
-        kind, rows = OPTIMIZERS[self.optimizer], self.model.embedding.vocab // self.plan.tensor
-        whole = OPTIMIZERS[kind.rest or self.optimizer].unit != "element"
-        may = self.plan.cuts_tables and self.width < bytes_each([MASTER]) and not (self.halved or whole or self.model.head.tied)
-        return rows * self.model.dim if may and 0 < self.tile < rows else 0
+        used = [OPTIMIZERS[self.optimizer].rest or self.optimizer]
+        if self.halved or self.width == bytes_each([MASTER]):
+            return 0
+        return self.model.dim * rows_in_tiles(self.model, self.plan, used, tile=self.tile)
 
     @property
     def tile_numbers(self) -> int:

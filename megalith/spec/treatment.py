@@ -93,6 +93,20 @@ def kinds(optimizer: OptimizerSpec) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def rows_in_tiles(model: ModelSpec, plan: Plan, used: Iterable[str], *, tile: int) -> int:
+    """Return the number of a rank's rows of the embedding and of the output, if these tables are read in tiles of `tile` rows and never
+    gathered (`parallel.tables`); otherwise 0. `used`: the optimizers of the tables."""
+    rows, whole = model.embedding.vocab // plan.tensor, any(OPTIMIZERS[kind].unit != "element" for kind in used)
+    return rows if plan.cuts_tables and not whole and not model.head.tied and 0 < tile < rows else 0
+
+
+def table_kinds(optimizer: OptimizerSpec) -> tuple[str, ...]:
+    """Return the names of the optimizers that update the embedding and the output."""
+    groups = (group_of(name, optimizer) for name in ("embedding.weight", "head.output.weight"))
+    named = [(group and group.kind) or optimizer.kind for group in groups]
+    return tuple(OPTIMIZERS[kind].rest or kind for kind in named)  # neither is updated as a matrix
+
+
 def why_not_ahead(plan: Plan, used: Iterable[str], *, qk_clip: float = 0.0) -> str:
     """Return the key of the run file, with its value, because of which state off the device is not updated while the next forward computes;
     empty if it is. `used`: the optimizers of the run."""

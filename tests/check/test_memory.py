@@ -8,7 +8,7 @@ import pytest
 
 from megalith.check import check
 from megalith.check.case import Case, format_bytes
-from megalith.check.memory import disk_bytes
+from megalith.check.memory import disk_bytes, rank_bytes
 from megalith.check.remedies import changed_by, cheapest
 from megalith.check.retain import activation_bytes, saved_numbers
 from megalith.cost.parts import parts
@@ -84,6 +84,15 @@ def test_an_illegal_value_is_named_with_its_reason_and_a_way_out(settings: list[
 def test_weights_may_be_elsewhere_on_one_data_rank_too():
     for settings in (AWAY, [*AWAY, "plan.state.share=0.5"], [*AWAY, "plan.data=2"]):
         assert errors(*settings) == []
+
+
+@pytest.mark.parametrize("settings", [["model.tied=true"], ["optimizer.kind=adafactor"], ["model.vocab=1500"]])
+def test_tables_that_would_stay_whole_are_not_advised_to_be_cut(settings: list[str]) -> None:
+    """They stay whole if they are tied, if their update needs each whole table, and if one tile has all rows."""
+    large = [*AWAY, "model.vocab=100000", *settings]
+    assert "train.vocab_tile" not in advice(*large)
+    whole, asked = (rank_bytes(Case(spec(*large, f"train.vocab_tile={rows}"), None, False)) for rows in (0, 2048))
+    assert asked == whole
 
 
 @pytest.mark.parametrize(
