@@ -215,11 +215,13 @@ class _Timeline:
             weights, messages = self._gathered(part, stage.parts[number - 1] if number else None)
             new = self.workload.gradient_bytes * sum(part.whole)
             made = stage.formed[number] if narrow or not stage.sums[number] else 0.0
-            made += self._share_of_tiles(part, stage.shares[number])
+            table = self._share_of_tiles(part, stage.shares[number])
             messages += self._tiles(part)
             self.move(stage.coming[number], -begins)
             computes = forms if part.profiles[0] is self.traced.embedding else begins
-            held = self.moment(weights=weights, gradients=made * forms + self.waits, activations=stage.inside[number] * computes)
+            gradients = made * forms + table * computes + self.waits
+            held = self.moment(weights=weights, gradients=gradients, activations=stage.inside[number] * computes)
+            stage.shares[number] += table * computes
             yield held._replace(buffers=messages + held.buffers)
             self.kept -= stage.saved[number] if begins else stage.deferred[number]
             if forms:

@@ -12,7 +12,9 @@ from megalith.cost import host
 from megalith.cost.constants import calibration
 from megalith.cost.estimate import estimate
 from megalith.cost.memory import GROUP, by_rank, fits, memory, non_torch, numbers, shares
+from megalith.cost.memory_timeline import OffloadedBytes, Part, moments
 from megalith.cost.parts import parts
+from megalith.cost.predicted import workload_of
 from megalith.cost.workload import SoftwareProfile, Workload
 from megalith.mesh import Mesh
 from megalith.models.stage import Stage
@@ -21,6 +23,7 @@ from megalith.parallel.data import local
 from megalith.parallel.groups import Groups
 from megalith.planner.candidates import offloaded
 from megalith.prove.fake import groups_of
+from megalith.schedule.action import Action
 from megalith.spec.cluster import USABLE, HostSpec
 from megalith.spec.model import MoeSpec, MtpSpec
 from megalith.spec.plan import Plan, StateSpec
@@ -28,6 +31,7 @@ from megalith.spec.run import OptimizerSpec
 from megalith.spec.state import Moments
 from megalith.spec.treatment import treatments
 from tests.cost.models import dense, mixture, workload
+from tests.specs import brief_run
 
 OVERHEADS = calibration().overheads["fused"]
 BF16_GRADIENTS = SoftwareProfile(gradient_bytes=2)
@@ -339,3 +343,17 @@ def test_torch_s_own_figure_leaves_out_what_it_does_not_count():
     load = workload(dense(), Plan(data=8))
     found = memory(load, parts(load), OVERHEADS)
     assert found.total - found.allocated == non_torch(load) > 0
+
+
+def test_the_gradient_of_a_head_in_tiles_is_there_after_the_first_half_of_its_backward() -> None:
+    state = {"optimizer": "host", "weights": "host"}
+    plan = {"pipeline": 2, "schedule": "zb-h1", "zero": 3, "state": state}
+    train = {"precision": "bf16", "vocab_tile": 2048}
+    run = workload_of(brief_run(plan=plan, model={"vocab": 5000}, train=train))
+    traced = parts(run)
+    head = Part(None, (traced.head,), traced.output, traced.output, OffloadedBytes(), run.cut)
+    halves = Action("F", 1, 0), Action("I", 1, 0), Action("W", 1, 0)
+    for count in (2, 3):
+        *_, last = moments(run, traced, halves[:count], {1: (head,)}, {1: ()})
+        formed = run.gradient_bytes * sum(head.whole) * (count == 3)
+        assert run.cut > 0 and last.gradients == run.gradient_bytes * run.cut + formed
