@@ -348,6 +348,8 @@ def _hidden_update(workload: Workload, seconds: float, here: RankParts, stage: S
     busy = plan.state.optimizer == "host" and (workload.copied or workload.cluster.accelerator.kind == "cpu")
     if busy or not workload.software_profile.ours or why_not_ahead(plan, [workload.optimizer]):
         return 0.0
+    if plan.zero and kind(plan.schedule).bidirectional:  # all parts are gathered before the first forward
+        return 0.0
     return min(seconds * max(0.0, 1 - 2 / parts), stage.forward.total)
 
 

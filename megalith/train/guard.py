@@ -64,6 +64,7 @@ class StateGuard:
         self._merged_in_memory, self._merged = ChecksumInPlace(merged), 0
         self._digests: dict[int, int] = {}  # of the state after so many steps, without the loss scale
         self._coming: tuple[int, Callable[[], int]] | None = None  # steps, and their digest once it is known
+        self._unsent: int | None = None  # the newest digest, until it is compared with those of replicas
         self._good = 0  # states up to this step are known, or must be taken, to be right
         self._disk_failed = False
         every = self.fleet.verify_every
@@ -123,15 +124,18 @@ class StateGuard:
             if not ahead:
                 self._take_digest()
 
-    def _take_digest(self) -> None:
-        """Record the digest of the newest update. If the next forward hid this update, its thread computed the digest."""
+    def _take_digest(self, *, send: bool = True) -> None:
+        """Record the digest of the newest update. If the next forward hid this update, its thread computed the digest. `send`: True to
+        begin to compare it with those of replicas, which all ranks do at the same place."""
         coming, self._coming = self._coming, None
-        if coming is None:
-            return
-        step, known = coming[0], self._without_scale(coming[1]())
-        self._digests = {at: digest for at, digest in self._digests.items() if at >= step - 1} | {step: known}
-        if self.replicas:
-            self.replicas.start(self._whole(known))
+        if coming is not None:
+            step, known = coming[0], self._without_scale(coming[1]())
+            self._digests = {at: digest for at, digest in self._digests.items() if at >= step - 1} | {step: known}
+            self._unsent = known
+        if send and self._unsent is not None:
+            known, self._unsent = self._unsent, None
+            if self.replicas:
+                self.replicas.start(self._whole(known))
 
     def update_skipped(self, trainer: Trainer, step: int) -> None:
         """Check that the skipped step left the state unchanged, and record the same digest for the next step."""
@@ -150,7 +154,7 @@ class StateGuard:
 
         Also call this before a checkpoint is saved, because a checkpoint of an altered state would match its own checksums.
         """
-        self._take_digest()
+        self._take_digest(send=False)  # a save calls this, which may end on one rank before it comes here
         known = self._digests.get(step)
         if known is not None and (found := self._digest()) != (known := self._whole(known)):
             self._altered(step, "the state", known, found)
@@ -228,7 +232,7 @@ class StateGuard:
     def adopt(self, step: int) -> None:
         """Start to guard a state after `step` steps that no update made: the state of a copy to which the run rewound, or of a merge."""
         self.trainer.state.complete()
-        self._coming = None
+        self._coming = self._unsent = None
         if self.fleet.digest:
             self._digests = {step: self._without_scale(self._digest())}
             self._merged = self._merged_in_memory()

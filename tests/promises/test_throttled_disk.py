@@ -67,18 +67,21 @@ class Throttle:
 
 
 def _throttled(rank: int, spec: RunSpec, rate: float, terms: tuple[str, ...]) -> tuple[float, float, float]:
-    """Return the seconds of `terms` in a step, without and with the throttle, and the share of the time without a processor."""
+    """Return the seconds of `terms` in a step, without and with the throttle, and the share of the time without a processor. An update runs
+    while the next forward computes, so the throttle is there for the step before, too."""
     trainer, found = trainer_of(spec), list[float]()
     began, starved = time.monotonic(), waited()
     with pytest.MonkeyPatch.context() as patch:
-        for step in range(3):
+        for step in range(4):
             if step == 2:
+                trainer.state.complete()
                 began, starved, disk = time.monotonic(), waited(), Throttle(rate)
                 patch.setattr(slot_file, "move_all", disk.move_all)
                 patch.setattr(retained, "move_all", disk.move_all)
             done = train_step(trainer, microbatches(trainer, step), step=step)
             found.append(sum(done.breakdown[term] for term in terms))
-    return found[1], found[2], (waited() - starved) / (time.monotonic() - began)
+        trainer.state.complete()
+    return found[1], found[3], (waited() - starved) / (time.monotonic() - began)
 
 
 def _on(spec: RunSpec, folder: Path, rate: float) -> RunSpec:

@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from threading import Event
 from typing import TypeVar
 
 import torch
@@ -25,7 +24,7 @@ class Behind:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="update", initializer=partial(_enter, self._stream))
         self._left = deque[tuple[int, Callable[[], object]]]()
-        self._failed = Event()
+        self._failed = list[BaseException]()
         self.started = 0
         """Number of functions started so far, which is the number of the last one."""
         weakref.finalize(self, self._thread.shutdown)
@@ -57,10 +56,13 @@ class Behind:
         return bool(self._left) and self._left[0][0] <= number
 
     def wait(self, number: int | None = None) -> None:
-        """Wait until function `number` has ended; None: until all have. Raises what a function raised; later functions then do nothing."""
+        """Wait until function `number` has ended; None: until all have. Raises what a function raised, each time; later functions then do
+        nothing."""
         while self._left and (number is None or self._left[0][0] <= number):
             _, ended = self._left.popleft()
             ended()
+        if self._failed:
+            raise self._failed[0]
 
 
 def _enter(stream: torch.cuda.Stream | None) -> None:
@@ -68,8 +70,10 @@ def _enter(stream: torch.cuda.Stream | None) -> None:
         torch.cuda.set_stream(stream)
 
 
-def _run(function: Callable[[], object], stream: torch.cuda.Stream | None, ready: torch.cuda.Event | None, failed: Event) -> None:
-    if failed.is_set():
+def _run(
+    function: Callable[[], object], stream: torch.cuda.Stream | None, ready: torch.cuda.Event | None, failed: list[BaseException]
+) -> None:
+    if failed:
         return
     try:
         if stream is not None and ready is not None:
@@ -77,6 +81,6 @@ def _run(function: Callable[[], object], stream: torch.cuda.Stream | None, ready
         function()
         if stream is not None:
             stream.synchronize()  # the waiting stream then needs no event, and freed memory is no longer in use
-    except BaseException:
-        failed.set()
+    except BaseException as error:
+        failed.append(error)
         raise
