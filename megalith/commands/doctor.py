@@ -146,13 +146,14 @@ def _spec(run: Path | None, settings: Sequence[str]) -> "RunSpec | None":
 
 def _files_of(spec: "RunSpec", folder: Path, *, ranks: int | None) -> "Iterator[Finding]":
     """Check the folders in which this machine's ranks keep state and activations. `folder`: the run's; `ranks`: how many of them this
-    machine has, if that is known."""
+    machine has, if that is known; else as many as the cluster file says, or one for each GPU, or one."""
     from megalith.check.case import Case
     from megalith.check.here import folders_of_files
-    from megalith.machine import state_disk
+    from megalith.machine import capacity, state_disk
 
     case = Case(spec, None, files=False, folder=folder)
-    here = ranks or (spec.ranks if case.cluster is None else min(spec.ranks, case.cluster.host_devices))
+    devices = (capacity.find_gpus()[0] or 1) if case.cluster is None else case.cluster.host_devices
+    here = ranks or min(spec.ranks, devices)
     rate = case.cluster.host.disk_bandwidth if case.cluster is not None else None
     for key, named, least in folders_of_files(case):
         yield from state_disk.check_folder(key, Path(named) if named else folder, room=here * least, rate=rate)

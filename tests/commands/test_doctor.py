@@ -11,6 +11,7 @@ from megalith.machine.health import Finding
 from megalith.prove import calibrate as calibration
 from megalith.spec.cluster import load
 from tests.commands.calling import call
+from tests.specs import tiny_run
 
 
 def test_the_doctor_wants_a_folder(run: Path):
@@ -63,6 +64,20 @@ def test_the_doctor_checks_the_folders_of_a_runs_files(run: Path, tmp_path: Path
     alone = call("doctor", str(run), "--burn-in", "0", "--json")
     assert json.loads(alone.stdout)["findings"] == []
     assert "Give the run file, too" in " ".join(call("doctor", "--set", "plan.data=2").stderr.split())
+
+
+@pytest.mark.parametrize(("gpus", "ranks"), [(None, 1), (2, 2), (8, 4)])
+def test_without_a_cluster_room_is_needed_for_the_ranks_that_this_machine_can_have(
+    gpus: int | None, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    rooms = list[float]()
+    monkeypatch.setattr("megalith.machine.capacity.find_gpus", lambda: (gpus, 0.0))
+    monkeypatch.setattr("megalith.check.here.folders_of_files", lambda case: [("plan.state.folder", "", 5.0)])
+    monkeypatch.setattr("megalith.machine.state_disk.check_folder", lambda *given, room, rate: rooms.append(room) or [])
+    spec = tiny_run(plan={"data": 4})
+    list(doctor._files_of(spec, tmp_path, ranks=None))
+    list(doctor._files_of(spec, tmp_path, ranks=3))
+    assert rooms == [5.0 * ranks, 15.0]
 
 
 @pytest.fixture
