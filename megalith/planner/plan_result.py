@@ -153,8 +153,9 @@ def best_plans(
     asked = request
     if (each := plan_sites(request, lambda one: must(one)[1])) is None:
         request, found = must(request)
-        while (wider := request.widened(found.choices[0].plan)) is not None:
-            request, found = must(wider)
+        while (wider := asked.widened(found.choices[0].plan)) is not None:
+            asked = wider  # not `request`: its form of the state was chosen, and others must be tried again
+            request, found = must(asked)
     else:
         number = (request.sites and request.sites.site) or 0
         request, found = replace(each.asks[number], sites=each.sites), each.found[number]

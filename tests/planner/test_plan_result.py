@@ -436,6 +436,22 @@ def test_only_a_change_to_split16_is_not_tried_where_data_ranks_shard_the_state(
     assert set(tried) == ({("split16", True)} if given else {("split16", False), ("split8", True), ("fp32", True)})
 
 
+def test_a_search_with_further_wide_layers_starts_from_the_form_that_was_asked(monkeypatch: pytest.MonkeyPatch):
+    asked, searched = resolve(PlanRequest(**WORDS)), list[str]()
+
+    def find(request: ResolvedRequest, **others: Any) -> tuple[ResolvedRequest, SearchResult]:
+        searched.append(request.run.optimizer.master)
+        best = Candidate(Plan(), None)  # pyright: ignore[reportArgumentType]
+        return request.forms()[-1][1], SearchResult((best,) if len(searched) == 1 else (), (), 1, 0, None)
+
+    monkeypatch.setattr("megalith.planner.plan_result.find_form", find)
+    monkeypatch.setattr("megalith.planner.plan_result._nothing", lambda *given: [])
+    monkeypatch.setattr(ResolvedRequest, "widened", lambda self, plan: self)
+    with pytest.raises(SpecErrors):
+        best_plans(asked)
+    assert searched == ["fp32", "fp32"]
+
+
 @pytest.mark.slow
 def test_a_layout_that_fits_in_segments_is_found_and_written(tmp_path: Path):
     (tmp_path / "deep.toml").write_text(DEEP.format(layers=48, seq_len=66560))
