@@ -454,7 +454,7 @@ def test_a_search_with_further_wide_layers_starts_from_the_form_that_was_asked(m
 
 @pytest.mark.slow
 def test_a_layout_that_fits_in_segments_is_found_and_written(tmp_path: Path):
-    (tmp_path / "deep.toml").write_text(DEEP.format(layers=48, seq_len=66560))
+    (tmp_path / "deep.toml").write_text(DEEP.format(layers=48, seq_len=70656))
     found = best_plans(resolve(PlanRequest(path=tmp_path / "deep.toml")), top=1)
     best = found.found.best
     assert best is not None and best.plan.recompute.startswith("segments:")

@@ -282,7 +282,7 @@ def test_where_nothing_fits_the_closest_is_named():
     found = search(
         dense(512),
         clusters.load("h100:1"),
-        seq_len=65_536,
+        seq_len=131_072,
         global_batch=64,
         space=Space(microbatches=(64,), policies=(("none", ()),)),
     )
