@@ -16,6 +16,7 @@ from megalith.spec.sizes import model_parameters
 from megalith.train.offload import retained, slot_file
 from megalith.train.offload.slot_file import move_all
 from megalith.train.step import train_step
+from tests.full import only_full
 from tests.parallel.running import microbatches, trainer_of
 from tests.processor import excuse, waited
 from tests.ranks import run_ranks
@@ -97,6 +98,7 @@ def _assert_predicted(measured: float, predicted: float, starved: float) -> None
     assert measured == pytest.approx(predicted, rel=0.05)
 
 
+@only_full
 def test_the_update_of_state_on_a_slow_disk_takes_as_long_as_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces are small, because no other piece is read while the last one is written."""
     monkeypatch.setattr("megalith.train.offload.home.MIB", 1 << 15)
