@@ -110,6 +110,7 @@ def test_the_update_of_state_on_a_slow_disk_takes_as_long_as_predicted(tmp_path:
     _assert_predicted(measured, predicted, starved)
 
 
+@only_full
 def test_activations_on_a_slow_disk_make_a_step_longer_by_the_predicted_time(tmp_path: Path) -> None:
     """They are written in the forward and read in the backward."""
     spec = brief_run(plan={"retain": {"blocks": "disk"}}, model=SIZES, train={"precision": "bf16", "seq_len": 64})
