@@ -5,7 +5,7 @@ gradient over all sites. All sites have the same weights and moments after each 
 a step, a merge needs all sites, and after a fault all sites begin from the same checkpoint.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -116,8 +116,7 @@ class AllSitesCouncil(Council):
 
     def gather(self, verdict: Verdict, seconds: float) -> bool:
         """Wait as `Council.gather` does, but not for a restarted site, which has no gradients of this step."""
-        missing = set(verdict.merged) - self._there(verdict.fragment, verdict.sent).keys()
-        if lost := {site for site in missing if not self._roll.takes_part(site)}:
+        if lost := self._restarted(set(verdict.merged) - self._there(verdict.fragment, verdict.sent).keys()):
             raise PeerGone(
                 f"{are(lost, self.spec)} away from {self.spec.named(self.site)}, and data parallelism needs all sites: this site stopped "
                 f"at step {verdict.step}"
@@ -140,14 +139,14 @@ class AllSitesCouncil(Council):
     def _ended(self, merge: Pending) -> bool | None:
         """Decide as `Council` does whether this site may exit. Raises PeerGone if a site was restarted before it saved the final step,
         because a restarted site can repeat its lost steps only with all other sites."""
-        if lost := {site for site in merge.due - self._leaving.saved(merge.mark) if not self._roll.takes_part(site)}:
+        if lost := self._restarted(merge.due - self._leaving.saved(merge.mark)):
             raise PeerGone(f"{are(lost, self.spec)} away and had not saved the final step, but data parallelism needs all sites")
         return super()._ended(merge)
 
     def _judged(self, merge: Pending) -> Verdict | None:
         number, fragment, sent, step = merge[:4]
         missing = merge.due - merge.got
-        if lost := {site for site in missing if merge.waited >= self._patience or not self._roll.takes_part(site)}:
+        if lost := missing if merge.waited >= self._patience else self._restarted(missing):
             raise PeerGone(
                 f"{are(lost, self.spec)} away, and data parallelism needs all sites: this site waited {merge.waited:.0f} s at step {step}"
             )
@@ -155,3 +154,11 @@ class AllSitesCouncil(Council):
             return None
         stop = any(one.stop for one in self._there(fragment, sent).values())
         return Verdict(number, fragment, sent, step, tuple(sorted(merge.got)), count=self.spec.count, stop=stop)
+
+    def _restarted(self, sites: Set[int]) -> set[int]:
+        """Return those of `sites` that were restarted since the sites last began together. A site whose first connection to this one comes
+        after that takes part too, because the decider began with all sites."""
+        met = {site for site in sites if site in self._roll}
+        for site in met:
+            self._roll.expect(site)
+        return {site for site in met if not self._roll.takes_part(site)}

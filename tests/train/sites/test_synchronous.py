@@ -103,6 +103,23 @@ def test_nobody_waits_for_gradients_of_a_site_that_was_started_again() -> None:
         councils[2].gather(verdict, 20.0)
 
 
+def test_a_site_that_connects_to_another_only_after_they_began_takes_part() -> None:
+    """Both have met the decider, which begins, before they have met each other."""
+    hub = Hub()
+    hub.cut([1], [2])
+    councils = _all(hub)
+    for one in councils:
+        one.post(_difference(1))
+    verdict = councils[0].decide(0, 0, 1, 1, members=MEMBERS)
+    assert verdict is not None
+    for one in councils[1:]:
+        assert one.decide(0, 0, 1, 1, members=MEMBERS) == verdict and not one.gather(verdict, 0.05)
+    hub.mend()
+    for one in councils[1:]:
+        one.listen()
+    assert all(one.gather(verdict, 1.0) for one in councils)
+
+
 def _begin(*cuts: Sequence[CheckpointOffer]) -> list[Beginning | type[Exception]]:
     """Return the start of sites with these checkpoints."""
     hub = Hub()
