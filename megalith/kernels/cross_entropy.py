@@ -25,6 +25,21 @@ class Loss(NamedTuple):
     nll: Tensor
 
 
+class Terms(NamedTuple):
+    """The terms of a loss over a vocabulary, as in the arguments of `cross_entropy`."""
+
+    scale: float
+    z_loss: float = 0.0
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    gradient_scale: float = 1.0
+    offset: int = 0
+    reduce: Reduce | None = None
+    multiply: Multiply = PLAIN
+    of_token: TokenLoss | None = None
+    gather: Gather | None = None
+
+
 def finish(products: Tensor, *, logit_scale: float = 1.0, softcap: float | None = None) -> Tensor:
     """Turn the products hidden @ weight.T into logits: scale them, then cap them by softcap * tanh(logits / softcap)."""
     logits = products if logit_scale == 1.0 else products * logit_scale
@@ -79,22 +94,9 @@ def cross_entropy(
     floating-point value per token.
     """
     rows = chunk or chunk_rows(weight.shape[0], capped=softcap is not None)
-    terms = _Terms(scale, z_loss, logit_scale, softcap, gradient_scale, offset, reduce, multiply, of_token, gather)
+    terms = Terms(scale, z_loss, logit_scale, softcap, gradient_scale, offset, reduce, multiply, of_token, gather)
     objective, nll = _Chunked.apply(hidden, weight, targets, terms, rows)  # pyright: ignore[reportGeneralTypeIssues]
     return Loss(objective, nll)
-
-
-class _Terms(NamedTuple):
-    scale: float
-    z_loss: float
-    logit_scale: float
-    softcap: float | None
-    gradient_scale: float
-    offset: int
-    reduce: Reduce | None
-    multiply: Multiply
-    of_token: TokenLoss | None
-    gather: Gather | None
 
 
 class _Chunked(torch.autograd.Function):
@@ -124,20 +126,13 @@ class _Chunked(torch.autograd.Function):
         return *grads, None, None, None
 
 
-def _chunk(hidden: Tensor, weight: Tensor, targets: Tensor, terms: _Terms, wants_grad: bool) -> tuple[Loss, Tensor]:
+def _chunk(hidden: Tensor, weight: Tensor, targets: Tensor, terms: Terms, wants_grad: bool) -> tuple[Loss, Tensor]:
     """Return the losses of a few rows, and the gradient of `hidden @ weight.T` in the dtype of `hidden` (meaningless without
     `wants_grad`)."""
     if terms.of_token is not None:
         return _own_chunk(hidden, weight, targets, terms, terms.of_token, wants_grad)
-    scale, z_loss, logit_scale, softcap, gradient_scale, offset, reduce, multiply = terms[:8]
-    logits = multiply.fprop(hidden, weight).float()
-    if logit_scale != 1.0:
-        logits *= logit_scale
-    slope = None
-    if softcap is not None:
-        bent = logits.div_(softcap).tanh_()
-        slope = torch.addcmul(torch.ones((), device=bent.device), bent, bent, value=-1) if wants_grad else None
-        logits = bent.mul_(softcap)
+    scale, z_loss, offset, reduce = terms.scale, terms.z_loss, terms.offset, terms.reduce
+    logits, slope = logits_of(hidden, weight, terms, wants_slope=wants_grad)
     here = targets - offset
     mine = (here >= 0) & (here < weight.shape[0])
     column = here.clamp(0, weight.shape[0] - 1).unsqueeze(-1)
@@ -155,18 +150,36 @@ def _chunk(hidden: Tensor, weight: Tensor, targets: Tensor, terms: _Terms, wants
     objective = nll + (logsumexp.square() * valid).sum() * (scale * z_loss)
     if not wants_grad:
         return Loss(objective, nll), exps
-    scale *= gradient_scale
+    scale *= terms.gradient_scale
     exps *= (valid * scale * (1 + 2 * z_loss * logsumexp) / total).unsqueeze(-1)
     exps.scatter_add_(-1, column, (-scale * valid * mine).unsqueeze(-1))
+    return Loss(objective, nll), gradient_of_products(exps, slope, terms).to(hidden.dtype)
+
+
+def logits_of(hidden: Tensor, weight: Tensor, terms: Terms, *, wants_slope: bool) -> tuple[Tensor, Tensor | None]:
+    """Return the logits [tokens, rows] in fp32 of `hidden` and rows of the vocabulary; with `wants_slope`, also the derivative of the
+    soft cap, if there is one."""
+    logits = terms.multiply.fprop(hidden, weight).float()
+    if terms.logit_scale != 1.0:
+        logits *= terms.logit_scale
+    if terms.softcap is None:
+        return logits, None
+    bent = logits.div_(terms.softcap).tanh_()
+    slope = torch.addcmul(torch.ones((), device=bent.device), bent, bent, value=-1) if wants_slope else None
+    return bent.mul_(terms.softcap), slope
+
+
+def gradient_of_products(grad: Tensor, slope: Tensor | None, terms: Terms) -> Tensor:
+    """Turn, in place, the gradient of logits from `logits_of` into that of the products hidden @ weight.T."""
     if slope is not None:
-        exps *= slope
-    if logit_scale != 1.0:
-        exps *= logit_scale
-    return Loss(objective, nll), exps.to(hidden.dtype)
+        grad *= slope
+    if terms.logit_scale != 1.0:
+        grad *= terms.logit_scale
+    return grad
 
 
 def _own_chunk(
-    hidden: Tensor, weight: Tensor, targets: Tensor, terms: _Terms, of_token: TokenLoss, wants_grad: bool
+    hidden: Tensor, weight: Tensor, targets: Tensor, terms: Terms, of_token: TokenLoss, wants_grad: bool
 ) -> tuple[Loss, Tensor]:
     """Do what `_chunk` does for losses from `of_token`; autograd computes their gradient on whole rows of logits."""
     products = terms.multiply.fprop(hidden, weight).float()

@@ -8,15 +8,14 @@ table.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megalith.kernels.chunks import chunk_rows, tiles_of
-from megalith.kernels.cross_entropy import IGNORE, Loss, Reduce
-from megalith.kernels.multiply import PLAIN, Multiply
+from megalith.kernels.cross_entropy import IGNORE, Loss, Terms, gradient_of_products, logits_of
 
 
 class Table(Protocol):
@@ -96,48 +95,22 @@ def _place(tokens: Tensor, rows: range) -> tuple[Tensor, Tensor]:
     return here.clamp(0, len(rows) - 1), (here >= 0) & (here < len(rows))
 
 
-def tiled_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    table: Table,
-    targets: Tensor,
-    *,
-    scale: float,
-    z_loss: float = 0.0,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    gradient_scale: float = 1.0,
-    offset: int = 0,
-    reduce: Reduce | None = None,
-    multiply: Multiply = PLAIN,
-) -> Loss:
-    """Compute `cross_entropy_plain` with `table` in place of its whole weight; arguments as in `cross_entropy`. `weight`: the parameter
-    whose rows the table has; its values are not read."""
-    terms = _Terms(scale, z_loss, logit_scale, softcap, gradient_scale, offset, reduce, multiply)
+def tiled_cross_entropy(hidden: Tensor, weight: Tensor, table: Table, targets: Tensor, terms: Terms) -> Loss:
+    """Compute `cross_entropy_plain` with `table` in place of its whole weight. `weight`: the parameter whose rows the table has; its values
+    are not read. `terms`: without `of_token`, which needs whole rows of logits."""
     objective, nll = _Tiled.apply(hidden, weight, targets, terms, table)  # pyright: ignore[reportGeneralTypeIssues]
     return Loss(objective, nll)
 
 
-class _Terms(NamedTuple):
-    scale: float
-    z_loss: float
-    logit_scale: float
-    softcap: float | None
-    gradient_scale: float
-    offset: int
-    reduce: Reduce | None
-    multiply: Multiply
-
-
 class _Tiled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, terms: _Terms, table: Table):
+    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, terms: Terms, table: Table):
         total, hit = hidden.new_zeros(2, hidden.shape[0], dtype=torch.float32)
         top, local = torch.full_like(total, -torch.inf), targets - terms.offset
         for rows, tile in zip(table.tiles, table.read(), strict=True):
             at, mine = _place(local, rows)
             for part in _chunks(hidden, table, terms):
-                logits, _ = _logits(hidden[part], tile, terms, wants_slope=False)
+                logits, _ = logits_of(hidden[part], tile, terms, wants_slope=False)
                 highest = torch.maximum(top[part], logits.amax(-1))
                 hit[part] += logits.gather(-1, at[part].unsqueeze(-1)).squeeze(-1) * mine[part]
                 sums = logits.sub_(highest.unsqueeze(-1)).exp_().sum(-1)
@@ -165,15 +138,11 @@ class _Tiled(torch.autograd.Function):
             at, mine = _place(local, rows)
             of_tile = torch.zeros_like(tile, dtype=torch.float32)
             for part in _chunks(hidden, table, terms):
-                logits, slope = _logits(hidden[part], tile, terms, wants_slope=True)
+                logits, slope = logits_of(hidden[part], tile, terms, wants_slope=True)
                 grad = logits.sub_(logsumexp[part].unsqueeze(-1)).exp_()
                 grad *= (each[part] * (1 + 2 * terms.z_loss * logsumexp[part])).unsqueeze(-1)
                 grad.scatter_add_(-1, at[part].unsqueeze(-1), (-each[part] * mine[part]).unsqueeze(-1))
-                if slope is not None:
-                    grad *= slope
-                if terms.logit_scale != 1.0:
-                    grad *= terms.logit_scale
-                grad = grad.to(hidden.dtype)
+                grad = gradient_of_products(grad, slope, terms).to(hidden.dtype)
                 grad_hidden[part] += terms.multiply.dgrad(grad, tile)
                 of_tile += terms.multiply.wgrad(grad, hidden[part])
                 del logits, slope, grad
@@ -182,19 +151,7 @@ class _Tiled(torch.autograd.Function):
         return grad_hidden.to(hidden.dtype) * grad_objective.to(hidden.dtype), _handed_over(table), None, None, None
 
 
-def _chunks(hidden: Tensor, table: Table, terms: _Terms) -> Iterator[slice]:
+def _chunks(hidden: Tensor, table: Table, terms: Terms) -> Iterator[slice]:
     """Yield the tokens whose logits for one tile are in memory at once."""
     rows = chunk_rows(len(table.tiles[0]), capped=terms.softcap is not None)
     return (slice(start, start + rows) for start in range(0, hidden.shape[0], rows))
-
-
-def _logits(hidden: Tensor, tile: Tensor, terms: _Terms, *, wants_slope: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the logits of a few tokens for one tile, in fp32, and the derivative of the soft cap if there is one."""
-    logits = terms.multiply.fprop(hidden, tile).float()
-    if terms.logit_scale != 1.0:
-        logits *= terms.logit_scale
-    if terms.softcap is None:
-        return logits, None
-    bent = logits.div_(terms.softcap).tanh_()
-    slope = torch.addcmul(torch.ones((), device=bent.device), bent, bent, value=-1) if wants_slope else None
-    return bent.mul_(terms.softcap), slope

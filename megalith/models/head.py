@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from megalith.kernels.cross_entropy import Loss, TokenLoss, cross_entropy, finish
+from megalith.kernels.cross_entropy import Loss, Terms, TokenLoss, cross_entropy, finish
 from megalith.kernels.multiply import Multiply
 from megalith.kernels.tiled import ResidentTable, Table, tiled_cross_entropy
 from megalith.models.batch import Batch
@@ -43,7 +43,7 @@ class CrossEntropy(nn.Module):
         how |= {"scale": batch.loss_scale, "z_loss": batch.z_loss, "gradient_scale": batch.gradient_scale}
         tokens, targets = x.flatten(0, 1), batch.targets.flatten()
         if table is not None:
-            return tiled_cross_entropy(tokens, weight, table, targets, **how)
+            return tiled_cross_entropy(tokens, weight, table, targets, Terms(**how))
         return cross_entropy(tokens, weight, targets, of_token=self.of_token, **how)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megalith.kernels.cross_entropy import Loss, TokenLoss, cross_entropy
+from megalith.kernels.cross_entropy import Loss, Terms, TokenLoss, cross_entropy
 from megalith.kernels.multiply import Multiply
 from megalith.kernels.tiled import Table, look_up, tiled_cross_entropy
 from megalith.models.alibi import Alibi
@@ -293,7 +293,7 @@ class VocabularyCrossEntropy(nn.Module):
         how |= {"scale": batch.loss_scale, "z_loss": batch.z_loss, "gradient_scale": batch.gradient_scale, **finishing}
         tokens, targets = x.flatten(0, 1), batch.targets.flatten()
         if table is not None:
-            return tiled_cross_entropy(tokens, weight, table, targets, **how)
+            return tiled_cross_entropy(tokens, weight, table, targets, Terms(**how))
         gathered = partial(gather, group=self.split.group, dim=1)
         return cross_entropy(tokens, weight, targets, of_token=self.of_token, gather=gathered, **how)
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalith.kernels.chunks import GRAIN, tile_rows, tiles_of
-from megalith.kernels.cross_entropy import cross_entropy_plain
+from megalith.kernels.cross_entropy import Terms, cross_entropy_plain
 from megalith.kernels.tiled import ResidentTable, look_up, tiled_cross_entropy
 from tests.kernels.largest import Largest
 from tests.kernels.test_cross_entropy import FINISHINGS, VOCAB, assert_same, differentiate, inputs
@@ -16,7 +16,7 @@ from tests.kernels.test_cross_entropy import FINISHINGS, VOCAB, assert_same, dif
 
 def _tiled(rows: int) -> Any:
     def function(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Any:
-        return tiled_cross_entropy(hidden, weight, ResidentTable(weight, rows), targets, **options)
+        return tiled_cross_entropy(hidden, weight, ResidentTable(weight, rows), targets, Terms(**options))
 
     return function
 
@@ -39,7 +39,7 @@ def test_no_logits_of_the_whole_vocabulary_are_in_memory() -> None:
 def test_the_gradient_of_a_whole_table_is_not_copied() -> None:
     hidden, weight, targets = inputs()
     table = _Remembering(weight.requires_grad_(), 7)
-    tiled_cross_entropy(hidden, weight, table, targets, scale=1.0).objective.backward()
+    tiled_cross_entropy(hidden, weight, table, targets, Terms(1.0)).objective.backward()
     assert weight.grad is not None and weight.grad.data_ptr() == table.first
     weight.grad = None
     look_up(targets.clamp(0), weight, table).sum().backward()
