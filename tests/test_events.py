@@ -8,6 +8,7 @@ import pytest
 
 from megalith.events import (
     FILE,
+    EarlyUpdatesPaused,
     Event,
     EventLog,
     Holding,
@@ -92,6 +93,8 @@ def test_an_event_is_written_as_an_old_log_has_it() -> None:
         if isinstance(event, Merge):
             newer = ',"number":-1,"merged":[],"left":[],"joined":[],"count":0,"samples":0,"total":0,"mark":"","decided":null'
             expected = line.removesuffix("}\n") + newer + ',"taken":[],"ages":[],"weights":[],"names":[],"rule":1}\n'
+        if isinstance(event, EarlyUpdatesPaused):
+            expected = line.removesuffix("}\n") + ',"key":"plan.state.release"}\n'
         if isinstance(event, Lowered):
             expected = line.removesuffix("}\n") + ',"at_most":null}\n'
         if isinstance(event, Spans):

@@ -18,7 +18,7 @@ from megalith.spec.run import RunSpec
 from megalith.spec.sites import kept, outer_slots
 from megalith.spec.sizes import Count, block_parameters, count_model
 from megalith.spec.state import DISK_SLOTS, LOWER, MASTER, UPPER, Slot, bytes_each, bytes_of, gradient
-from megalith.spec.treatment import kinds, masters_of, rows_in_tiles, slots_of, table_kinds
+from megalith.spec.treatment import can_undo_on_disk, kinds, masters_of, rows_in_tiles, slots_of, table_kinds
 
 PAIR = 2
 """Number of files between which updates of a rank's state on disk alternate."""
@@ -191,32 +191,28 @@ def _cuts_tables(case: Case, rows: int) -> bool:
     return rows_in_tiles(case.model, case.plan, used, tile=tile) > 0
 
 
-def released_gradients_can_be_taken_back(case: Case) -> Found:
-    """With `plan.state.release`, an update inside the backward can be undone, and freeing gradients there saves memory."""
+def released_gradients_save_memory(case: Case) -> Found:
+    """With `plan.state.release`, freeing gradients inside the backward saves memory, at the price of a second pass over each step whose
+    update could not be undone."""
     state, spec, key = case.plan.state, case.spec, "plan.state.release"
     if not state.release:
         return
-    lasting = [MASTER, *slots_of(spec.optimizer)]
-    if state.optimizer != "disk" or state.share < 1:
-        taken, saved = bytes_each(lasting), bytes_each([gradient(spec.train.gradients)])
+    if not can_undo_on_disk(state, spec.train.precision, spec.optimizer.master):
+        saved = bytes_each([gradient(spec.train.gradients)])
         reason = (
-            "updates before the gradient norm is known, so a run must be able to undo an update. Unless all state is on disk, "
-            f"undoing an update takes copies of {taken:g} bytes a parameter, but release saves only {saved:g}"
+            f"saves {saved:g} bytes a parameter on each device, but computes every step twice: the first time only for the gradient norm, "
+            "because an update in memory cannot be undone"
         )
-        yield error(key, True, reason, 'Use plan.state.optimizer = "disk" with share = 1.')
+        way_out = (
+            'Only clipped steps are computed twice with plan.state.optimizer = "disk", share = 1, optimizer.master = "fp32", and a '
+            "train.precision below fp32."
+        )
+        yield advice(key, True, reason, way_out)
     if spec.microbatches > 1:
         reason = f"saves nothing with {spec.microbatches} microbatches a step: all gradients are added up before the first can be freed"
         one_batch = not case.later and len({phase.global_batch for phase in Phases.of(spec).all}) == 1
         way_out = f"plan.microbatch = {spec.microbatches * case.plan.microbatch}, or " if one_batch else ""
         yield error(key, True, reason, f"Use {way_out}release = false.")
-    if PRECISIONS[spec.train.precision].compute.name == MASTER.number:
-        reason = (
-            f"undoes updates from the disk, but with train.precision = {spec.train.precision!r} the master weights stay in memory"
-        )
-        yield error(key, True, reason, 'Use train.precision = "bf16", or release = false.')
-    if spec.optimizer.master in LOWER:
-        reason = f"undoes updates from the disk, but with optimizer.master = {spec.optimizer.master!r} half of each weight stays in memory"
-        yield error(key, True, reason, 'Use optimizer.master = "fp32".')
 
 
 def released_gradients_are_updated_by_parts(case: Case) -> Found:

@@ -94,8 +94,11 @@ def _elsewhere(spec: RunSpec) -> Iterator[Change]:
     for cost, place, weights, release in (
         (30, "host", "device", False),
         (35, "disk", "device", False),
+        (36, "device", "device", True),
+        (37, "host", "device", True),
         (38, "disk", "device", True),
         (40, "host", "host", False),
+        (42, "host", "host", True),
         (45, "disk", "disk", False),
         (48, "disk", "disk", True),
     ):

@@ -246,7 +246,7 @@ RULES: tuple[Rule, ...] = (
     Rule("memory", memory.weights_elsewhere_are_gathered),
     Rule("memory", memory.vocabulary_is_cut),
     Rule("memory", memory.disk_takes_the_state),
-    Rule("memory", memory.released_gradients_can_be_taken_back),
+    Rule("memory", memory.released_gradients_save_memory),
     Rule("memory", memory.released_gradients_are_updated_by_parts),
     Rule("memory", memory.segments_lie_in_a_stage),
     Rule("retain", retain.kept_tensors_can_leave),

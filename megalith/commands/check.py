@@ -173,7 +173,7 @@ def _show_treated(spec: "RunSpec") -> None:
         compute = PRECISIONS[spec.train.precision].compute.name
         print(
             "optimizer state for each element of a large matrix: "
-            f"{kept_of(spec.optimizer, compute, gradients=spec.train.gradients)}"
+            f"{kept_of(spec.optimizer, compute, gradients=spec.train.gradients, released=spec.plan.state.release)}"
         )
 
 

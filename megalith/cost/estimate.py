@@ -179,16 +179,16 @@ def stage_time(here: RankParts, spent: PartTimes, *, sides: int = 1) -> StageTim
 def step_time(workload: Workload, setting: Setting, traced: Parts, spent: PartTimes) -> Time:
     """Return the seconds of a step on its slowest rank."""
     plan, overheads, shared = workload.plan, setting.overheads, shares(workload, traced)
-    m, ranks = workload.microbatches, shared.held
+    m, ranks, passes = workload.microbatches, shared.held, workload.passes
     stages = [stage_time(here, spent, sides=plan.sides) for here in ranks]
     slowest = max(range(len(stages)), key=lambda rank: stages[rank].total)
-    busy = stages[slowest].whole * m
+    busy = stages[slowest].whole * m * passes
     sent = _message_seconds(workload, setting)
-    bubble = _bubble(workload, stages, slowest, sent)
-    messages = 2 * sent * m * plan.chunks * overheads.message_exposed if plan.pipeline > 1 else 0.0
+    bubble = passes * _bubble(workload, stages, slowest, sent)
+    messages = passes * 2 * sent * m * plan.chunks * overheads.message_exposed if plan.pipeline > 1 else 0.0
     some = {0, slowest, len(ranks) - 1}
-    data = max(_data_seconds(workload, setting, traced, ranks[rank], stages[rank]) for rank in some)
-    data += max(_retained_seconds(workload, setting, traced, ranks[rank], stages[rank]) for rank in some)
+    data = passes * max(_data_seconds(workload, setting, traced, ranks[rank], stages[rank]) for rank in some)
+    data += passes * max(_retained_seconds(workload, setting, traced, ranks[rank], stages[rank]) for rank in some)
     optimizer = max(_optimizer_seconds(workload, setting, traced, ranks[rank], stages[rank]) for rank in some)
     subtotal = busy.total + bubble + messages + data + optimizer
     straggling = subtotal * overheads.straggle * log2(max(1, workload.cluster.nodes))
@@ -204,7 +204,8 @@ def step_time(workload: Workload, setting: Setting, traced: Parts, spent: PartTi
 def busy_seconds(workload: Workload, traced: Parts, spent: PartTimes) -> float:
     """Return the seconds that the slowest rank computes in a step: a lower bound of the step."""
     ranks = dict.fromkeys(shares(workload, traced).held)
-    return max(stage_time(here, spent, sides=workload.plan.sides).whole.total for here in ranks) * workload.microbatches
+    longest = max(stage_time(here, spent, sides=workload.plan.sides).whole.total for here in ranks)
+    return longest * workload.microbatches * workload.passes
 
 
 def _message_seconds(workload: Workload, setting: Setting) -> float:
@@ -293,16 +294,23 @@ def _data_seconds(workload: Workload, setting: Setting, traced: Parts, here: Ran
 
 
 def _retained_seconds(workload: Workload, setting: Setting, traced: Parts, here: RankParts, stage: StageTime) -> float:
-    """Return the seconds that offloading of activations adds to a step of one rank."""
-    away = workload.plan.retain.away
-    if not away:
+    """Return the seconds that offloading of activations adds to a step of one rank. If transfers take longer than computation, two
+    transfers of the last block overlap: the backward fetches its first tensors while its last tensors still leave. A block that keeps
+    only its input has one tensor, so nothing overlaps."""
+    plan, away = workload.plan, workload.plan.retain.away
+    if not away or not here.blocks:
         return 0.0
-    away /= (traced.segments.size if traced.segments else 1) * workload.plan.sides
+    away /= (traced.segments.size if traced.segments else 1) * plan.sides
     size = away * sum(traced.blocks[kind].leaves * times for kind, times in here.blocks)
     for_disk = away * sum(traced.blocks[kind].leaves_for_disk * times for kind, times in here.blocks)
     moving = host.move_seconds(workload, size, for_disk)
-    both = (_beside(moving, computing.total, setting) for computing in (stage.forward, stage.backward))
-    return workload.microbatches * sum(both)
+    both = [_beside(moving, computing.total, setting) for computing in (stage.forward, stage.backward)]
+    overlap = 0.0
+    if plan.recompute == "none":
+        last = traced.blocks[here.blocks[-1][0]]
+        one = host.move_seconds(workload, last.leaves / plan.sides, last.leaves_for_disk / plan.sides)
+        overlap = max(0.0, min(one, min(both) - setting.overheads.data_exposed * moving))
+    return workload.microbatches * (sum(both) - overlap)
 
 
 def _buckets(numbers: float, ranks: int) -> float:

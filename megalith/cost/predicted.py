@@ -30,7 +30,7 @@ from megalith.spec.plan import segments
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import outer_slots, within
 from megalith.spec.state import DISK_SLOTS
-from megalith.spec.treatment import copied_each_step
+from megalith.spec.treatment import copied_each_step, table_kinds
 
 KINDS = {"gather": "all-gather", "scatter": "reduce-scatter", "sum": "all-reduce", "all_to_all": "all-to-all"}
 """Kind of exchange in a profile -> the collective under which a dry run counts it. A ring is counted as sends and receives."""
@@ -110,7 +110,7 @@ def predict(workload: Workload, *, rank: int, figures: Calibration | None = None
     return PredictedStep(
         memory=_memory(workload, traced, here, place, figures or calibration()),
         traffic=tuple(sorted(_traffic(workload, traced, here), key=lambda one: (one.axis, one.kind))),
-        work=_work(here),
+        work=_work(here, passes=workload.passes),
         elsewhere=_elsewhere(workload, traced, here, place),
     )
 
@@ -166,8 +166,12 @@ def workload_of(spec: RunSpec) -> Workload:
     model, train, optimizer = spec.model.build(), spec.train, spec.optimizer
     cluster, batch = clusters.load(named), within(spec).train.global_batch
     format, narrow = computed(train.precision, spec.precision)
-    rules = {"optimizer": optimizer.kind, "moments": optimizer.small, "master": optimizer.master, "gradients": train.gradients}
-    rules |= {
+    rules = {
+        "optimizer": optimizer.kind,
+        "tables": table_kinds(optimizer),
+        "moments": optimizer.small,
+        "master": optimizer.master,
+        "gradients": train.gradients,
         "outer": outer_slots(spec.sites),
         "narrow": narrow,
         "vocab_tile": train.vocab_tile,
@@ -317,13 +321,13 @@ def _waiting(workload: Workload, traced: Parts, here: _Here) -> dict[str, float]
 
 
 def _traffic(workload: Workload, traced: Parts, here: _Here) -> Iterator[Traffic]:
-    """Yield all traffic except single numbers (the norm, the loss, and requests to stop)."""
+    """Yield all traffic except single numbers (the norm, the loss, and requests to stop), in all passes over the step."""
     calls: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
     for axis, kind, times, size in (*_exchanges(workload, here), *_messages(workload, here), *_state(workload, traced, here)):
         if times and size:
-            calls[axis, kind] += times
-            sizes[axis, kind] += times * size  # pyright: ignore[reportArgumentType]  # bytes of a share may be broken numbers
+            calls[axis, kind] += times * workload.passes
+            sizes[axis, kind] += times * workload.passes * size  # pyright: ignore[reportArgumentType]  # bytes of a share may be broken numbers
     return (Traffic(kind, axis, calls[axis, kind], float(sizes[axis, kind])) for axis, kind in calls)
 
 
@@ -390,14 +394,14 @@ def _gathered_again(workload: Workload, traced: Parts, here: _Here, stage: int) 
     return tuple(gathered(workload, traced.blocks[number], number) for run in here.segments[stage] for number in run[:-1])
 
 
-def _work(here: _Here) -> Work:
+def _work(here: _Here, *, passes: int) -> Work:
     products = attention = 0.0
     for stage, times in _times(here).items():
         for profile in here.stages[stage]:
             for phase in PHASES:
                 products += times[phase] * sum(one.flops for one in profile.products if one.phase == phase)
                 attention += times[phase] * sum(_unmasked(one) for one in profile.cores if one.phase == phase)
-    return Work(products, attention)
+    return Work(passes * products, passes * attention)
 
 
 def _unmasked(core: Core) -> float:

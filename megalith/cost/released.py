@@ -2,9 +2,7 @@
 message buffers. No torch."""
 
 from megalith.cost.workload import Workload
-from megalith.spec.numbers import PRECISIONS
 from megalith.spec.optimizers import OPTIMIZERS
-from megalith.spec.state import MASTER
 
 SHARES = 3
 """Number of parts whose reduced shares are in memory at once if gradients are not released: the part under reduction, and the two parts
@@ -16,11 +14,10 @@ TOGETHER = 2
 
 
 def can_be(workload: Workload) -> bool:
-    """Return True if gradients can be released with the optimizer's state on disk, and doing so saves memory. `megalith check` applies
-    the same rules, and further rules to run files."""
-    narrow = PRECISIONS[workload.format].compute.name != MASTER.number
+    """Return True if gradients can be released, and doing so saves memory. `megalith check` applies the same rules, and further rules to
+    run files."""
     by_element = OPTIMIZERS[workload.optimizer].unit == "element"
-    return narrow and by_element and workload.microbatches == 1 and not workload.halved and not workload.watched
+    return by_element and workload.microbatches == 1 and not workload.watched and not workload.plan.post_validation
 
 
 def held(workload: Workload, largest: float) -> float:

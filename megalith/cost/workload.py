@@ -16,7 +16,7 @@ from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.plan import BLOCK, Action, Plan, place_of
 from megalith.spec.sizes import is_packed, layer_of, multiplied, stays_wide
 from megalith.spec.state import GRADIENT, LOWER, MASTER, WIDE, Moments, Place, Slot, bytes_each, gradient
-from megalith.spec.treatment import rows_in_tiles
+from megalith.spec.treatment import can_undo_on_disk, rows_in_tiles
 
 
 @dataclass(frozen=True)
@@ -181,6 +181,8 @@ class Workload:
     """Tensors that merges with other sites keep for each weight (`spec.sites.outer_slots`)."""
     vocab_tile: int = 0
     """The run's `train.vocab_tile`."""
+    tables: tuple[str, ...] = ()
+    """The optimizers of the embedding and of the output (`spec.treatment.table_kinds`); empty: those that `optimizer` brings."""
     copied: bool = False
     """True if the state in memory is copied after each step (`spec.treatment.copied_each_step`)."""
 
@@ -193,7 +195,7 @@ class Workload:
     def cut(self) -> int:
         """Number of a rank's weights in the embedding's table, and in the head's, if these tables are read in tiles and never gathered
         (`parallel.tables`); otherwise 0."""
-        used = [OPTIMIZERS[self.optimizer].rest or self.optimizer]
+        used = self.tables or [OPTIMIZERS[self.optimizer].rest or self.optimizer]
         if self.halved or self.width == bytes_each([MASTER]):
             return 0
         return self.model.dim * rows_in_tiles(self.model, self.plan, used, tile=self.tile)
@@ -218,6 +220,12 @@ class Workload:
     def representative_microbatches(self) -> int:
         """The smallest number of microbatches with the same steady state as the full count (`schedule.representative_microbatches`)."""
         return representative_microbatches(self.plan.schedule, ranks=self.plan.pipeline, microbatches=self.microbatches)
+
+    @property
+    def passes(self) -> int:
+        """Number of passes (forwards and backwards) over a step: two if gradients are released, but an update could not be undone."""
+        state = self.plan.state
+        return 1 if not state.release or can_undo_on_disk(state, self.format, self.master) else 2
 
     @property
     def reductions(self) -> int:

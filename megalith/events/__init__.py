@@ -7,6 +7,7 @@ Logs of other versions can be read (`events.text`).
 
 from megalith.events.kinds import (
     Checkpoint,
+    EarlyUpdatesPaused,
     Event,
     Holding,
     Incident,
@@ -17,7 +18,6 @@ from megalith.events.kinds import (
     PrecisionWatched,
     Problem,
     Recovery,
-    ReleasePaused,
     Rewound,
     RunFinished,
     RunStarted,
@@ -37,6 +37,7 @@ __all__ = [
     "FILE",
     "MAX_WAITING",
     "Checkpoint",
+    "EarlyUpdatesPaused",
     "Event",
     "EventLog",
     "Holding",
@@ -50,7 +51,6 @@ __all__ = [
     "Problem",
     "Reader",
     "Recovery",
-    "ReleasePaused",
     "Rewound",
     "RunFinished",
     "RunStarted",

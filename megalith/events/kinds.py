@@ -196,26 +196,28 @@ class Skipped(Event):
 
 
 @dataclass(frozen=True)
-class ReleasePaused(Event):
-    """With `plan.state.release`, the first pass of later steps gets another task (`paused`), because `clipped` of the last
-    `window` updates were clipped. `paused`: the first pass of later steps only measures the norm, and a second pass updates;
-    False: the first pass updates again."""
+class EarlyUpdatesPaused(Event):
+    """With `plan.post_validation` or `plan.state.release` (`key`), updates now wait for the gradient norm (`paused`), or no longer do,
+    because `clipped` of the last `window` updates were clipped."""
 
-    kind: ClassVar[str] = "release"
+    kind: ClassVar[str] = "release"  # its only key at first
     step: int
     clipped: int
     window: int
     paused: bool = False
+    key: str = "plan.state.release"
 
     @property
     def words(self) -> str:
         """The event in a sentence."""
-        what = (
-            f"steps after {self.step} only measure the gradient norm in their first pass, and update in a second pass"
-            if self.paused
-            else f"steps after {self.step} update in their first pass again"
-        )
-        return f"{self.clipped} of the last {self.window} updates were clipped: {what} (plan.state.release)."
+        released = self.key == "plan.state.release"
+        if not self.paused:
+            what = "update in their first pass again" if released else "update before the gradient norm is known again"
+        elif released:
+            what = "only measure the gradient norm in their first pass, and update in a second pass"
+        else:
+            what = "wait for the gradient norm before they update"
+        return f"{self.clipped} of the last {self.window} updates were clipped: steps after {self.step} {what} ({self.key})."
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Plans that are valid for a model on a number of devices. No torch."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import gcd
@@ -11,7 +11,7 @@ from megalith.schedule import schedule_problems
 from megalith.schedule.table import SCHEDULES
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.model import AttentionSpec, LatentAttentionSpec, ModelSpec, MoeSpec
-from megalith.spec.plan import UP_PROJECTION, PartActions, Plan, RetainSpec, StateSpec, Zero
+from megalith.spec.plan import OUTSIDE, UP_PROJECTION, PartActions, Plan, RetainSpec, StateSpec, Zero
 from megalith.spec.sizes import own_tensors
 
 POLICIES: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -77,8 +77,7 @@ class Space:
     """Recomputation policies to try if a plan with full recomputation does not fit, or leaves little memory free."""
     offload: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
     """Shares of the optimizer's state in host memory, for plans that do not fit on the device. The smallest share that fits
-    is used; if none fits, all state is on disk; if that does not fit either, gradients are released inside the backward, or
-    ZeRO 3 casts weights from the offloaded state at each gather. The same shares of blocks are tried for offloading
+    is used; if none fits, the others of `lighter_states` are tried. The same shares of blocks are tried for offloading
     activations."""
 
     def compiles(self, schedule: str, *, split: bool) -> bool:
@@ -133,10 +132,34 @@ def finer(plan: Plan, model: ModelSpec) -> list[Plan]:
     return stays + [plan.model_copy(update={"retain": RetainSpec(parts=parts, folder=plan.retain.folder)}) for parts in some]
 
 
-def under_zero_3(plan: Plan) -> Plan:
-    """Return the plan under ZeRO 3 if it has a single data rank, for which the search only tries ZeRO 0; otherwise return the plan
-    unchanged."""
-    return plan.model_copy(update={"zero": 3}) if plan.dp_size == 1 else plan
+def lighter_states(shares: Sequence[float]) -> list[list[StateSpec]]:
+    """Return groups of states that hold less on the device, in the order in which they are tried: some in host memory, all on disk,
+    gradients released (unless all is on disk, each step is then computed twice), weights cast from the offloaded state. `shares`: the
+    shares in host memory; none: nothing may be offloaded."""
+    if not shares:
+        return []
+    some = [StateSpec(optimizer="host", share=share) for share in shares]
+    host, disk = ({"optimizer": place, "weights": place} for place in OUTSIDE)
+    return [
+        some,
+        [StateSpec(optimizer="disk")],
+        [StateSpec(optimizer="disk", release=True)],
+        [StateSpec(release=True)],
+        [StateSpec(optimizer="host", release=True)],
+        *([StateSpec.model_validate(each | {"release": release})] for release in (False, True) for each in (host, disk)),
+    ]
+
+
+def lightened(state: StateSpec) -> tuple[str, ...]:
+    """Return the categories of a rank's memory that a state lightens."""
+    away, weights = state.optimizer != "device", state.weights != "device"
+    return ("optimizer",) * away + ("weights",) * weights + ("gradients",) * state.release
+
+
+def with_state(plan: Plan, state: StateSpec) -> Plan:
+    """Return the plan with another state. Weights off the device need ZeRO 3, which the search does not try for a single data rank."""
+    zero = {"zero": 3} if state.weights != "device" and plan.dp_size == 1 else {}
+    return plan.model_copy(update={"state": state, **zero})
 
 
 def but_microbatch(plan: Plan) -> tuple[Any, ...]:

@@ -21,7 +21,7 @@ from megalith.planner.phases import fits_all, workload_in
 from megalith.planner.request import ResolvedRequest
 from megalith.planner.search import Candidate, Scorer, SearchResult, search
 from megalith.spec.plan import Plan
-from megalith.spec.treatment import copied_each_step
+from megalith.spec.treatment import copied_each_step, table_kinds
 
 SHORTER = 0.01
 """Share of a step that another form of the state must save in order to be chosen."""
@@ -75,7 +75,8 @@ def find(
     format, narrow = request.computes
     found = search(
         request.model, request.cluster, seq_len=train.seq_len, global_batch=train.global_batch, format=format, narrow=narrow,
-        optimizer=request.run.optimizer.kind, moments=request.run.optimizer.small, master=request.run.optimizer.master,
+        optimizer=request.run.optimizer.kind, tables=table_kinds(request.run.optimizer), moments=request.run.optimizer.small,
+        master=request.run.optimizer.master,
         gradients=train.gradients, outer=outer(request.sites), vocab_tile=train.vocab_tile, copied=copied_each_step(request.run),
         software=request.software, top=top, valid=valid, scorer=scorer, space=space or space_of(request), tick=tick, differ=skeleton,
     )  # fmt: skip

@@ -18,7 +18,7 @@ from megalith.planner.training import Training, training
 from megalith.spec.phases import Phase, Phases
 from megalith.spec.plan import Plan
 from megalith.spec.run import TrainSpec
-from megalith.spec.treatment import copied_each_step
+from megalith.spec.treatment import copied_each_step, table_kinds
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ def workload_in(request: ResolvedRequest, plan: Plan, phase: Phase | TrainSpec) 
         narrow=narrow,
         outer=outer(request.sites),
         vocab_tile=request.run.train.vocab_tile,
+        tables=table_kinds(optimizer),
         copied=copied_each_step(request.run),
     )
 

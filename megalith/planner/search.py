@@ -27,14 +27,16 @@ from megalith.planner.candidates import (
     candidates,
     finer,
     is_ring,
+    lightened,
+    lighter_states,
     retained,
     segmented,
-    under_zero_3,
+    with_state,
 )
 from megalith.schedule.table import interleaving, kind
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.model import ModelSpec
-from megalith.spec.plan import Plan, StateSpec
+from megalith.spec.plan import Plan
 from megalith.spec.state import WIDE, Moments, Slot
 
 
@@ -52,8 +54,8 @@ class Candidate:
 
     @property
     def moves(self) -> bool:
-        """True if some of the optimizer's state or of the activations is not on the device."""
-        return bool(self.plan.state.away or self.plan.retain.away)
+        """True if some of the optimizer's state or of the activations is not on the device, or if gradients are released."""
+        return bool(self.plan.state.away or self.plan.retain.away or self.plan.state.release)
 
     def to_json(self) -> dict[str, Any]:
         return {"plan": self.plan.model_dump(), "offload": self.offload, "estimate": self.estimate.to_json()}
@@ -74,10 +76,10 @@ class SearchResult:
     refused: int = 0
     """Number of plans that `valid` refused although they are at least as fast as the slowest shown plan."""
     offloaded: int = 0
-    """Number of plans that only fit with some of the optimizer's state or of the activations in host memory or on disk. Plans that fit
-    only in this way are not in `too_large`."""
+    """Number of plans that only fit with some of the optimizer's state or of the activations in host memory or on disk, or with released
+    gradients. Plans that fit only in this way are not in `too_large`."""
     runnable: Candidate | None = None
-    """The best plan that leaves all state and activations on the devices."""
+    """The best plan that keeps all state, gradients and activations on the devices."""
     recomputed: int = 0
     """Number of plans that only fit with recomputation in segments. Plans that fit only in segments are not in `too_large`."""
 
@@ -101,6 +103,7 @@ def search(
     global_batch: int,
     format: str = "bf16",
     optimizer: str = "adamw",
+    tables: tuple[str, ...] = (),
     moments: Moments = WIDE,
     master: str = "fp32",
     gradients: str = "fp32",
@@ -122,7 +125,7 @@ def search(
     scorer, space = scorer or Scorer(calibration()), space or Space()
     plans = candidates(model, cluster, seq_len=seq_len, global_batch=global_batch, space=space)
     how = {"optimizer": optimizer, "moments": moments, "master": master, "gradients": gradients, "narrow": narrow}
-    how |= {"outer": outer, "vocab_tile": vocab_tile, "copied": copied}
+    how |= {"tables": tables, "outer": outer, "vocab_tile": vocab_tile, "copied": copied}
     workloads = [Workload(model, plan, cluster, seq_len, global_batch, format, assumed(plan, software), **how) for plan in plans]
     scorer.prepare(workloads, tick)
     rings, exchanges = ([one for one in workloads if is_ring(one.plan) == ring] for ring in (True, False))
@@ -260,27 +263,18 @@ def _elsewhere(
 
 
 def _lighter(bases: Sequence[Sized], scorer: "Scorer", shares: Sequence[float]) -> Sized | None:
-    """Return the first of some workloads that fits after some of its optimizer's state is offloaded, and its memory. Offloading is tried in
-    this order: the smallest share in host memory; all state on disk; all state on disk and gradients released; under ZeRO 3, all state and
-    weights in host memory; both on disk; both on disk and gradients released. Return None if no workload fits."""
-    gathering = [(other, held) for one, held in bases if host.has_weights(other := replace(one, plan=under_zero_3(one.plan)))]
-    freed, both = ([sized for sized in some if released.can_be(sized[0])] for some in (bases, gathering))
-    tried: Sequence[tuple[Sequence[Sized], str, Sequence[StateSpec]]] = (
-        (bases, "optimizer", [StateSpec(optimizer="host", share=share) for share in shares]),
-        (bases, "optimizer", [StateSpec(optimizer="disk")]),
-        (freed, "optimizer gradients", [StateSpec(optimizer="disk", release=True)]),
-        (gathering, "optimizer weights", [StateSpec(optimizer="host", weights="host")]),
-        (gathering, "optimizer weights", [StateSpec(optimizer="disk", weights="disk")]),
-        (both, "optimizer weights gradients", [StateSpec(optimizer="disk", weights="disk", release=True)]),
-    )
-    plans = (
-        replace(one, plan=one.plan.model_copy(update={"state": state}))
-        for some, less, states in (tried if shares else ())
-        for one, held in some
-        if scorer.fits(one, held, more=-sum(getattr(held, name) for name in less.split()))
-        for state in states
-    )
-    return next((found for other in plans if scorer.fits(*(found := (other, scorer.memory(other))))), None)
+    """Return the first of some workloads that fits after some of its state is offloaded or its gradients are released (`lighter_states`),
+    and its memory. Return None if no workload fits."""
+    for states in lighter_states(shares):
+        for one, held in bases:
+            for state in states:
+                other = replace(one, plan=with_state(one.plan, state))
+                released_too = not state.release or released.can_be(other)
+                allowed = released_too and (state.weights == "device" or host.has_weights(other))
+                least = sum(getattr(held, category) for category in lightened(state))
+                if allowed and scorer.fits(one, held, more=-least) and scorer.fits(*(found := (other, scorer.memory(other)))):
+                    return found
+    return None
 
 
 def _retained(workload: Workload, held: Memory, scorer: "Scorer", shares: Sequence[float]) -> list[Sized]:

@@ -277,7 +277,7 @@ def run_of(choices: Choices) -> RunSpec:
     if "parts" in asked:
         retain = asked.get("retain", {})
         asked["retain"] = retain | {"parts": retain.get("parts", {}) | asked.pop("parts")}
-    if asked.pop("release", False):  # `check` refuses it in any other place
+    if asked.pop("release", False):  # a key of the drawn state
         asked["state"], microbatches = asked.get("state", {}) | {"release": True}, 1
     plan = Plan.model_validate(asked | {"data": data, "microbatch": max(1, SAMPLES // data // microbatches)})
     run = RunSpec.model_validate(

@@ -50,7 +50,7 @@ def _levers(spec: RunSpec) -> Iterator[Lever]:
         yield Lever("sites.place", "host", "optimizer", merged / (merged + others))
     if not state.away:
         yield Lever("plan.state.optimizer", "host", "optimizer", 1.0)
-    if state.optimizer == "disk" and not state.release:
+    if not state.release:
         yield Lever("plan.state.release", True, "gradients", 1 - 1 / (layers + 2))
     if state.away and not state.weights_away:
         yield Lever("plan.state.weights", state.optimizer, "weights", state.away * (1 - 2 / (layers + 2)))

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from megalith import epochs, events
 from megalith.events import (
     Checkpoint,
+    EarlyUpdatesPaused,
     Event,
     Holding,
     Incident,
@@ -21,7 +22,6 @@ from megalith.events import (
     PhaseBegan,
     PrecisionWatched,
     Problem,
-    ReleasePaused,
     Rewound,
     RunFinished,
     RunStarted,
@@ -224,7 +224,7 @@ def gather(records: Iterable[Event]) -> History:
                 holdings[record.rank] = record
             case Skipped(spike=True):
                 pass  # the spike's own events say more
-            case Spike() | Rewound() | Lowered() | ReleasePaused():
+            case Spike() | Rewound() | Lowered() | EarlyUpdatesPaused():
                 problems.append(Problem("warning", record.words, time=record.time))
             case Skipped():
                 problems.append(Problem("warning", record.words, time=record.time))

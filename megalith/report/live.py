@@ -14,6 +14,7 @@ from rich.text import Text
 
 from megalith import epochs, events
 from megalith.events import (
+    EarlyUpdatesPaused,
     Event,
     Incident,
     Lowered,
@@ -21,7 +22,6 @@ from megalith.events import (
     PrecisionWatched,
     Problem,
     Recovery,
-    ReleasePaused,
     Rewound,
     RunStarted,
     Skipped,
@@ -165,7 +165,7 @@ class LiveLine:
                 self._print(Text.assemble(("phase", "cyan"), f": {event.words}"))
             case PrecisionWatched(raised=""):
                 pass
-            case Skipped() | Spike() | Rewound() | Lowered() | PrecisionWatched() | ReleasePaused():
+            case Skipped() | Spike() | Rewound() | Lowered() | PrecisionWatched() | EarlyUpdatesPaused():
                 self._print(Text.assemble(("warning", "yellow"), f": {event.words}"))
             case Problem(severity="error") if event.message in self._told or not self._errors(event.rank):
                 self._told.add(event.message)

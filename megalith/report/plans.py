@@ -218,6 +218,12 @@ def legend(found: PlanResult) -> str:
     )
 
 
+RELEASED = (
+    "; released: updated in the backward, which frees gradients: "
+    "a clipped step is computed twice, or each step unless all state is on disk"
+)
+
+
 def _offloaded(found: PlanResult) -> str:
     shown = [*found.found.choices, *(one.choice for one in found.frontier), *(one.choice for one in found.what_ifs)]
     if not any(choice is not None and choice.moves for choice in shown):
@@ -229,7 +235,7 @@ def _offloaded(found: PlanResult) -> str:
     return (
         f"\no: % of the optimizer's state offloaded to host memory (at most {cluster.host_room / GIB:.0f} GiB a device{said}), "
         f"and updated there{_waiting(found)}; a: % of the blocks whose activations are kept there; disk: kept on disk instead"
-        f"{'; released: updated in the backward, which frees gradients, and a clipped step is computed twice' * freed}"
+        f"{RELEASED * freed}"
         f"{'; weights: computed from the offloaded state at each gather' * made}. "
         f"{count:,} {'plan fits' if count == 1 else 'plans fit'} only with --offload."
     )

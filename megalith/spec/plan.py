@@ -44,8 +44,8 @@ class StateSpec(Spec):
     )
     release: bool = Field(
         default=False,
-        description="disk, with one microbatch per step: update each part of the model during backward and free its gradient. "
-        "A step whose gradient must be clipped is computed again",
+        description="with one microbatch per step: update each part of the model during backward and free its gradient. "
+        "With all state on disk, a step that must be clipped is computed again; otherwise each step is computed twice",
     )
 
     @property

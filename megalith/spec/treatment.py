@@ -7,8 +7,9 @@ from typing import NamedTuple, TypeAlias
 
 from megalith.spec.families.parametrization import is_hidden
 from megalith.spec.model import AttentionSpec, Growth, LatentAttentionSpec, ModelSpec
+from megalith.spec.numbers import PRECISIONS
 from megalith.spec.optimizers import OPTIMIZERS
-from megalith.spec.plan import Plan
+from megalith.spec.plan import Plan, StateSpec
 from megalith.spec.run import GroupSpec, OptimizerSpec, RunSpec
 from megalith.spec.sizes import Parameter, model_parameters
 from megalith.spec.state import LOWER, MASTER, WIDE, Moments, Slot, bytes_each, kept
@@ -120,6 +121,13 @@ def why_not_ahead(plan: Plan, used: Iterable[str], *, qk_clip: float = 0.0) -> s
     return f'optimizer.kind = "{whole}"' if whole else ""
 
 
+def can_undo_on_disk(state: StateSpec, precision: str, master: str) -> bool:
+    """Return True if all that an update changes is on disk, in slots of which the previous state keeps its own, so that an update can be
+    undone without copies. `master`: the run's `optimizer.master`."""
+    narrow = PRECISIONS[precision].compute.name != MASTER.number
+    return state.optimizer == "disk" and state.share == 1 and narrow and master not in LOWER
+
+
 def copied_each_step(spec: RunSpec) -> bool:
     """Return True if the state in memory is copied after each step, which waits for the whole update."""
     return spec.fleet.recover and spec.fleet.memory_every == 1 and spec.sites is None
@@ -132,8 +140,10 @@ def exact_clipping(spec: RunSpec) -> str:
     undo = f"copies of {bytes_each([*masters_of(optimizer), *slots_of(optimizer)]):g} bytes a parameter"
     if plan.state.optimizer == "disk" and plan.state.share == 1:
         undo = "the slots on disk that are not in use"
-    if plan.state.release:
+    if plan.state.release and can_undo_on_disk(plan.state, spec.train.precision, optimizer.master):
         return f"each part is updated inside the backward, before the norm is known; {undo} undo it, and a clipped step is computed again"
+    if plan.state.release:
+        return "each step is computed twice: first only the norm is measured, then each part is updated inside the backward"
     if plan.post_validation:
         return f"weights are updated before the norm is known, and validated in the next step; {undo} undo a wrong update"
     if not plan.state.away:
@@ -162,14 +172,14 @@ def masters_of(optimizer: OptimizerSpec) -> tuple[Slot, ...]:
     return (LOWER.get(optimizer.master, MASTER),)
 
 
-def kept_of(optimizer: OptimizerSpec, compute: str, *, gradients: str = "fp32") -> str:
+def kept_of(optimizer: OptimizerSpec, compute: str, *, gradients: str = "fp32", released: bool = False) -> str:
     """Return the bytes of state per element of a large matrix, as text with all terms of the sum. `compute`: the format of the
     compute weights; if it is fp32, the master weights are the compute weights. `gradients`: the format in which gradients are
-    added up."""
+    added up; `released`: True if gradients are freed inside the backward, and so do not count."""
     words = {"compute": "compute", "weights": "master", "lower": "correction", "gradients": "gradient"}
     found: dict[str, float] = {}
     for slot in kept(compute, slots_of(optimizer), master=optimizer.master, gradients=gradients):
-        if slot.name != "compute" or compute != MASTER.number:
+        if (slot.name != "compute" or compute != MASTER.number) and not (released and slot.category == "gradients"):
             word = words.get(slot.name, "moments")
             found[word] = found.get(word, 0.0) + bytes_each([slot])
     return f"{sum(found.values()):.4g} bytes ({' + '.join(f'{word} {size:.4g}' for word, size in found.items())})"

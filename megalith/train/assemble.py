@@ -36,7 +36,7 @@ from megalith.spec.run import RunSpec
 from megalith.spec.sites import computed_size, within
 from megalith.spec.sizes import model_parameters, tied_names
 from megalith.spec.state import LOWER, MASTER, Place, gradient
-from megalith.spec.treatment import kinds, treatments, why_not_ahead
+from megalith.spec.treatment import can_undo_on_disk, kinds, treatments, why_not_ahead
 from megalith.train.measure.noise import NoiseMeter
 from megalith.train.offload.ahead import UpdatesAhead
 from megalith.train.offload.aside import aside_of
@@ -348,7 +348,15 @@ def assemble(
         callbacks=callbacks or Callbacks(),
         adaptive=adaptive,
         heads=heads,
-        release=Release(builder.by_name, used, partly, parameters=parameters, tables=tables, **updating)
+        release=Release(
+            builder.by_name,
+            used,
+            partly,
+            parameters=parameters,
+            tables=tables,
+            undone=can_undo_on_disk(plan.state, spec.train.precision, optimizer.master),
+            **updating,
+        )
         if plan.state.release
         else None,
         ahead=UpdatesAhead(builder.by_name, chain(*used), **updating) if ahead else None,

@@ -5,15 +5,23 @@ always in the order skip, rewind, lower, stop. Functions for one kind of problem
 """
 
 import math
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from megalith.events import EarlyUpdatesPaused
 from megalith.spec.run import LossScaleSpec, OptimizerSpec, StabilitySpec
 from megalith.train.stability.history import Departure, History
 from megalith.train.stability.loss_scale import Scale
 
 UNUSED = LossScaleSpec()
 """The settings for a run without a loss scale."""
+WINDOW = 10
+"""Number of recent updates that determine whether the next update is early."""
+MAXIMUM = 5
+"""Updates are early if at most this many of the last WINDOW updates were clipped. If more of these were clipped, undone updates would cost
+more time than early updates save."""
 _TINY = 1e-6  # keeps the clipped norm below its limit in spite of rounding, as torch.nn.utils.clip_grad_norm_ does
 
 
@@ -219,3 +227,31 @@ def _last(vitals: Vitals, reason: str, stability: StabilitySpec, history: Histor
     if "lower" in stability.answers and history.lowerings < stability.rewinds:
         return replace(update, lowered=True)
     return Stop(reason, spike=True) if "stop" in stability.answers else update
+
+
+class EarlyUpdates:
+    """Decides whether the next update is early: made before the norm of the gradients is known. It is wrong, and undone, if the gradients
+    must be clipped: with `plan.post_validation` in the next step, with `plan.state.release` in a second pass over the step. The decision
+    depends only on the last updates, so all ranks agree."""
+
+    def __init__(self, key: str, *, undone: bool = True) -> None:
+        """`key`: the key of the run file that asks for early updates. `undone`: False if no update can be undone, so that none is early."""
+        self._key, self._undone, self._clipped = key, undone, deque[bool](maxlen=WINDOW)
+
+    @property
+    def paused(self) -> bool:
+        """True if the next update waits for the norm."""
+        return not self._undone or self._often
+
+    @property
+    def _often(self) -> bool:
+        return sum(self._clipped) > MAXIMUM
+
+    def note(self, clipped: bool, *, step: int) -> Iterator[EarlyUpdatesPaused]:
+        """Record the update of step `step` (1 is the first). Yield an event if `paused` changed."""
+        before = self.paused
+        self._clipped.append(clipped)
+        if self.paused != before:
+            yield EarlyUpdatesPaused(
+                step=step, clipped=sum(self._clipped), window=len(self._clipped), key=self._key, paused=self.paused
+            )

@@ -31,8 +31,9 @@ from megalith.train.restore import Position, meta
 from megalith.train.sites.merge import Sites
 from megalith.train.sites.progress import StepShare, StopAsked
 from megalith.train.stability.healer import Healer
-from megalith.train.step import Stepper, seed_step
+from megalith.train.step import seed_step
 from megalith.train.step_hooks import Referee, StepHook, notify
+from megalith.train.stepper import Stepper
 from megalith.train.tally import StepResult
 from megalith.train.validate import Validator
 
@@ -153,7 +154,7 @@ class Loop:
             saving = self.spec.checkpoint.every and self.step % self.spec.checkpoint.every == 0
             copying = self.guard is not None and self.guard.due(self.step)
             watching = self.precision is not None and self.precision.due(self.step)
-            if stopping or last or validating or saving or copying or watching:
+            if stopping or last or validating or saving or copying or watching or self._stepper.must_settle:
                 stopping |= self._learn(self._stepper.settle())
                 last = self.ended  # the run's final update may have been left out
             if self.guard and copying:

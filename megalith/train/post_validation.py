@@ -11,27 +11,29 @@ synchronous run.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from megalith.data.stream import Batch as Samples
 from megalith.models.batch import Batch
 from megalith.train.assemble import Trainer
-from megalith.train.decide import Decision, Rerun, Rewind, Update
+from megalith.train.decide import Decision, EarlyUpdates, Rerun, Rewind, Update
 from megalith.train.stability.findings import Findings, lowered_event, spike_event
 from megalith.train.step import (
     AllGatherTotals,
-    Stepper,
     accumulate,
     carry_out,
     clipped_update,
     decision_of,
+    finish_step,
     remember,
     seed_step,
     train_step,
     vitals_of,
 )
 from megalith.train.step_hooks import FirstComputation, Healer, Referee, StepHook, notify
+from megalith.train.stepper import Stepper
 from megalith.train.tally import NO_OUTCOME, Balance, Mark, Outcome, StepGradients, StepResult, StepTotals, stepped
 
 
@@ -118,6 +120,7 @@ class Unchecked:
             self._remember()
             # adaptive clipping never follows a factor: it begins where clipping by the global norm ends
             clipped_update(self.trainer, self.decision.factor, step=self.step, step_hooks=self.step_hooks, clipped=True)
+            self.outcome = replace(self.outcome, clipped=self.decision.factor != 1.0)
             self._tell_of_update()  # the step's tokens have been counted, whatever the factor
             return
         for buffer, before in zip(self.trainer.state.buffers.values(), self._routers_before, strict=True):
@@ -166,9 +169,17 @@ class _Open:
 
 
 class LateStepper(Stepper):
-    """Trains step by step. A step is verified during the next one, so the next call of `step`, or `settle`, returns its result."""
+    """Trains step by step. A step is verified during the next one, so the next call of `step`, or `settle`, returns its result. While most
+    updates are clipped, each update waits for the norm instead, and the same call returns the step's result.
+
+    A call returns at most one step, so that an error in one step hides no other step's result."""
 
     _open: _Open | None = None
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        """Arguments are those of `Stepper`."""
+        super().__init__(*arguments, **named)
+        self._early = EarlyUpdates("plan.post_validation")
 
     def step(self, microbatches: Sequence[Samples], *, step: int, stop: bool = False) -> list[StepResult]:
         """Train on this rank's microbatches of step `step`; return the previous step, if it is now verified. Raises gradients.NotFinite or
@@ -176,12 +187,19 @@ class LateStepper(Stepper):
         trainer, began = self.trainer, time.perf_counter()
         accumulated, told = self._accumulate(microbatches, step)
         notify(self.step_hooks, "after_reduction", trainer, step, accumulated.executed.nll)
-        start = trainer.executor.clock.mark()
         who = {"step_hooks": self.step_hooks, "referee": self.referee, "healer": self.healer}
+        if self._early.paused and not told:
+            return [self._noted(finish_step(trainer, microbatches, accumulated, began=began, step=step, stop=stop, **who))]
+        start = trainer.executor.clock.mark()
         unchecked = Unchecked(trainer, accumulated, step=step, stop=stop, **who)
         optimizer = ("optimizer", start, trainer.executor.clock.mark())
         self._open = _Open(unchecked, microbatches, stop, accumulated, optimizer, time.perf_counter() - began)
         return told
+
+    @property
+    def must_settle(self) -> bool:
+        """True if the newest step is not verified although updates now wait for the norm."""
+        return self._early.paused and self._open is not None
 
     def _accumulate(self, microbatches: Sequence[Samples], step: int) -> tuple[StepGradients, list[StepResult]]:
         """Compute this step's gradients, and verify the previous step before the first backward; return both."""
@@ -208,7 +226,7 @@ class LateStepper(Stepper):
         assert self._open is not None
         done, self._open = self._open, None
         how = {"stop": done.stop, "step_hooks": self.step_hooks, "referee": self.referee, "healer": self.healer}
-        return train_step(self.trainer, done.microbatches, step=done.unchecked.step, **how, before=before)
+        return self._noted(train_step(self.trainer, done.microbatches, step=done.unchecked.step, **how, before=before))
 
     def _tell(self) -> list[StepResult]:
         if self._open is None:
@@ -219,4 +237,11 @@ class LateStepper(Stepper):
         late = done.unchecked
         experts, known = late.balance.wait(), {"step": late.step, "lr": late.lr, "seconds": done.seconds}
         found = stepped(self.trainer, done.accumulated, late.totals, experts, done.optimizer, **known)
-        return [replace(found, updates=late.updates, outcome=late.outcome)]
+        return [self._noted(replace(found, updates=late.updates, outcome=late.outcome))]
+
+    def _noted(self, found: StepResult) -> StepResult:
+        """Take the step's update into account for later ones; return the result with the event if later updates change their time."""
+        if found.skipped:
+            return found
+        events = self._early.note(found.outcome.clipped, step=found.step + 1)
+        return replace(found, outcome=replace(found.outcome, events=(*found.outcome.events, *events)))

@@ -74,6 +74,27 @@ def train_step(
     began = time.perf_counter()
     accumulated = first_pass(trainer, microbatches, step=step, step_hooks=step_hooks)
     notify(step_hooks, "after_reduction", trainer, step, accumulated.executed.nll)
+    how = {"step": step, "stop": stop, "step_hooks": step_hooks, "referee": referee, "healer": healer}
+    return finish_step(trainer, microbatches, accumulated, began=began, before=before, findings=findings, **how)
+
+
+def finish_step(
+    trainer: Trainer,
+    microbatches: Sequence[Samples],
+    accumulated: StepGradients,
+    *,
+    began: float,
+    step: int,
+    stop: bool = False,
+    step_hooks: Sequence[StepHook] = (),
+    referee: Referee | None = None,
+    healer: Healer | None = None,
+    before: FirstComputation | None = None,
+    findings: Findings | None = None,
+) -> StepResult:
+    """Wait for the totals over all ranks of a step whose gradients are complete, decide about its update, and carry out the decision.
+    `began`: when the step began, by `time.perf_counter`. For other arguments and errors, see `train_step`."""
+    findings = findings or Findings()
     computed = gathered(trainer, accumulated, stop=stop)
     if before is not None:
         same = same_numbers(before.totals, computed.totals)
@@ -111,31 +132,6 @@ def same_numbers(one: StepTotals, other: StepTotals) -> bool:
     return (one.loss, one.squares) == (other.loss, other.squares)
 
 
-class Stepper:
-    """Trains step by step, and returns the result of each step at once."""
-
-    def __init__(
-        self,
-        trainer: Trainer,
-        *,
-        step_hooks: Sequence[StepHook] = (),
-        referee: Referee | None = None,
-        healer: Healer | None = None,
-    ) -> None:
-        """`referee`, one of the `step_hooks`, repeats a step whose gradients are not finite; `healer` responds to spikes."""
-        self.trainer, self.step_hooks, self.referee, self.healer = trainer, step_hooks, referee, healer
-
-    def step(self, microbatches: Sequence[Samples], *, step: int, stop: bool = False) -> list[StepResult]:
-        """Train on this rank's microbatches of step `step` (see `train_step`); return the steps that are now verified."""
-        how = {"step_hooks": self.step_hooks, "referee": self.referee, "healer": self.healer}
-        return [train_step(self.trainer, microbatches, step=step, stop=stop, **how)]
-
-    def settle(self) -> list[StepResult]:
-        """Complete the newest update, and verify all remaining steps; return the steps that are now verified."""
-        self.trainer.state.complete()
-        return []
-
-
 def accumulate(trainer: Trainer, microbatches: Sequence[Samples], *, check: Check | None = None) -> StepGradients:
     """Run forwards and backwards, add up the gradients, and divide them by the loss scale. `check` verifies the weights before the first
     backward (see Executor.run)."""
@@ -167,7 +163,7 @@ def first_pass(
     updates are paused) once its gradients are reduced, and free them."""
     if trainer.release is None:
         return accumulate(trainer, microbatches)
-    return releasing(trainer, microbatches, None if trainer.release.pace.pauses else 1.0, step=step, step_hooks=step_hooks)
+    return releasing(trainer, microbatches, None if trainer.release.early.paused else 1.0, step=step, step_hooks=step_hooks)
 
 
 def releasing(
@@ -362,9 +358,10 @@ def carry_out(
         decision = decision if target is not None else decision.otherwise
     more = {"totals": totals, "lr": trainer.lr, "healer": healer, "findings": findings or Findings()}
     found = remember(trainer, decision, vitals, **more)
-    skipped, spike, events, overflow, passes = "", False, list[Event](), None, 1
+    skipped, spike, events, overflow, passes, clipped = "", False, list[Event](), None, 1, False
     match decision:
         case Update(factor, lowered):
+            clipped = factor != 1.0
             if trainer.release is None:
                 clipped_update(trainer, factor, step=step, step_hooks=step_hooks)
             else:
@@ -402,7 +399,7 @@ def carry_out(
     notify(step_hooks, "after_step", trainer, step)
     if found.to_log or found.accident:
         events.insert(0, spike_event(vitals, decision, found))
-    return Outcome(skipped, spike, tuple(events), overflow, passes)
+    return Outcome(skipped, spike, tuple(events), overflow, passes, clipped)
 
 
 def update(trainer: Trainer, computed: GradientsWithTotals, *, step: int, step_hooks: Sequence[StepHook] = ()) -> None:
@@ -443,4 +440,4 @@ def released_update(
         trainer.noise.take(trainer.device)  # the first pass's sum is known
     trainer.keep_update()
     release.asked = None
-    return 1 + again, [*release.pace.note(factor != 1.0, step=step + 1)]
+    return 1 + again, [*release.early.note(factor != 1.0, step=step + 1)]

@@ -54,13 +54,14 @@ class StepGradients:
 class Outcome:
     """The fate of a step's update. `skipped`: the reason why the update was skipped; empty: it was made. `spike`: the update was skipped
     because of a spike. `events`: events about the step. `overflow`: the overflow that lowered the loss scale. `passes`: the number of
-    passes over the step that the update took."""
+    passes over the step that the update took. `clipped`: the gradients were clipped before the update."""
 
     skipped: str = ""
     spike: bool = False
     events: tuple[Event, ...] = ()
     overflow: Overflow | None = None
     passes: int = 1
+    clipped: bool = False
 
 
 NO_OUTCOME = Outcome()

@@ -21,6 +21,7 @@ from megalith import epochs, events, pyramid
 from megalith.control import ledger, times
 from megalith.events import (
     Checkpoint,
+    EarlyUpdatesPaused,
     Event,
     Holding,
     Incident,
@@ -31,7 +32,6 @@ from megalith.events import (
     PrecisionWatched,
     Problem,
     Recovery,
-    ReleasePaused,
     Rewound,
     RunFinished,
     RunStarted,
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from megalith.watch.causes import CauseReport
     from megalith.watch.scaling_law import ScalingLaw
 
-Answer = Skipped | Spike | Rewound | Lowered | PrecisionWatched | ReleasePaused
+Answer = Skipped | Spike | Rewound | Lowered | PrecisionWatched | EarlyUpdatesPaused
 """A loss spike or another event that concerns updates: a skipped update, a rewind, a lowered learning rate, a rounding
 comparison, or a pause of released gradients."""
 
@@ -204,7 +204,7 @@ class Source:
                 self.incidents.append(event)
             case Recovery():
                 self.recoveries[event.incident] = event
-            case Problem() | Skipped() | Spike() | Rewound() | Lowered() | ReleasePaused():
+            case Problem() | Skipped() | Spike() | Rewound() | Lowered() | EarlyUpdatesPaused():
                 self.problems.append(event)
             case Order():
                 words = f"ordered: {event.what} {event.node}".rstrip() + f": {event.answer}"

@@ -44,11 +44,7 @@ AWAY = ["plan.state.optimizer=disk", "plan.state.weights=disk", "plan.zero=3", "
             "plan.state.optimizer",
             "updates the state of each GPU in pieces, but muon needs each whole matrix",
         ),
-        (["plan.state.release=true"], "plan.state.release", "copies of 12 bytes a parameter, but release saves only 4"),
-        ([*RELEASED, "plan.state.share=0.5"], "plan.state.release", 'Use plan.state.optimizer = "disk" with share = 1.'),
         ([*RELEASED, "train.global_batch=4"], "plan.state.release", "saves nothing with 4 microbatches a step"),
-        ([*RELEASED, "train.precision=fp32"], "plan.state.release", "the master weights stay in memory"),
-        ([*RELEASED, "optimizer.master=split16"], "plan.state.release", "half of each weight stays in memory"),
         ([*RELEASED, "optimizer.kind=muon"], "plan.state.release", "muon needs each whole matrix from all ranks"),
         ([*RELEASED, "optimizer.adaptive_clip=1.05"], "plan.state.release", "optimizer.adaptive_clip = 1.05 needs all gradients"),
         (
@@ -79,6 +75,15 @@ AWAY = ["plan.state.optimizer=disk", "plan.state.weights=disk", "plan.zero=3", "
 )
 def test_an_illegal_value_is_named_with_its_reason_and_a_way_out(settings: list[str], key: str, said: str):
     is_named(settings, key, said)
+
+
+@pytest.mark.parametrize(
+    "more", ["plan.state.share=0.5", "train.precision=fp32", "optimizer.master=split16", "plan.state.optimizer=host"]
+)
+def test_released_gradients_without_an_undo_take_two_passes(more: str) -> None:
+    """With all that an update changes on disk, only clipped steps do."""
+    assert errors(*RELEASED) == errors(*RELEASED, more) == []
+    assert "plan.state.release" in advice(*RELEASED, more) and "plan.state.release" not in advice(*RELEASED)
 
 
 def test_weights_may_be_elsewhere_on_one_data_rank_too():

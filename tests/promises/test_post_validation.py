@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.events import Step, Validation, of_kind, read
+from megalith.events import EarlyUpdatesPaused, Step, Validation, of_kind, read
 from megalith.fleet.exit_codes import ExitCode
 from megalith.parallel.data import local
 from megalith.parallel.gradients import NotFinite
@@ -20,6 +20,7 @@ from megalith.prove.compare import compare
 from megalith.prove.parity import record, reference, shrink
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer
+from megalith.train.decide import MAXIMUM, WINDOW
 from megalith.train.loop import stepper_of
 from megalith.train.step import StepResult
 from tests.full import sampled
@@ -100,6 +101,42 @@ def test_weights_moments_losses_and_norms_are_those_of_the_synchronous_run_bit_f
         clipped = [norm > found.limit for _, _, norm, _, _ in found.numbers[0]]
         assert set(clipped[:-1]) == {True, False}, "some steps are clipped, and some are not"
         assert found.again == [False, *clipped[:-1]], "a row begins again when the step before it was clipped, and only then"
+
+
+def _often_clipped(rank: int, plan: dict[str, Any], limits: tuple[float, ...]) -> tuple[list[str], list[list[StepResult]]]:
+    """Train synchronously and with post-validation, each step with its own clip limit; return what differs at the end, and the steps."""
+    states, runs = [], []
+    for late in (False, True):
+        trainer = trainer_of(_spec(plan, clip=1.0, late=late))
+        spec, stepper, told = trainer.spec, stepper_of(trainer), list[StepResult]()
+        for step, clip in enumerate(limits):
+            trainer.spec = spec.model_copy(update={"optimizer": spec.optimizer.model_copy(update={"clip": clip})})
+            told += stepper.step(microbatches(trainer, step % STEPS), step=step)
+            told += stepper.settle() if stepper.must_settle else []
+        runs.append(told + stepper.settle())
+        states.append(_state(trainer))
+    return [name for name in states[0] if not torch.equal(states[0][name], states[1][name])], runs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [PLANS[1], PLANS[4]], ids=str)
+@sampled(1)
+def test_updates_wait_for_the_norm_while_most_are_clipped(plan: dict[str, Any]) -> None:
+    """A clipped step costs no second row then, and updates are early again once few are clipped."""
+    clipped = MAXIMUM + 3
+    # a step is verified in the next one, with that step's limit
+    limits = (1e-4,) * clipped + (0.0,) * (WINDOW + 2)
+    for different, (plain, late) in run_ranks(_often_clipped, _spec(plan, clip=1.0, late=True).plan.ranks, plan, limits):
+        assert different == []
+        assert [(one.step, one.loss, one.grad_norm, one.updates) for one in plain] == [
+            (one.step, one.loss, one.grad_norm, one.updates) for one in late
+        ]
+        events = [event for one in late for event in one.outcome.events]
+        assert [(type(event), event.step, event.paused) for event in events if isinstance(event, EarlyUpdatesPaused)] == [
+            (EarlyUpdatesPaused, MAXIMUM + 1, True),
+            (EarlyUpdatesPaused, clipped + WINDOW - MAXIMUM, False),
+        ]
+        assert [one.step for one in late if _lost(one)] == [*range(1, MAXIMUM + 2)]
 
 
 def _record(rank: int, spec: RunSpec) -> Any:

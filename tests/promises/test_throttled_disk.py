@@ -24,7 +24,7 @@ from tests.specs import brief_run
 
 SECONDS = 2.0
 """Seconds that the throttled disk adds to a step: far more than the step computes."""
-BURST = 0.05
+BURST = 0.01
 """Seconds after which a disk that had nothing to do has no credit left. The credit makes up for threads that wake late."""
 CLUSTER = """
 count = 1
@@ -117,6 +117,7 @@ def test_activations_on_a_slow_disk_make_a_step_longer_by_the_predicted_time(tmp
     traced = parts(workload_of(spec))
     rate = 2 * spec.microbatches * sum(traced.blocks[kind].leaves for kind in traced.kinds) / SECONDS
     predicted = estimate(workload_of(_on(spec, tmp_path, rate))).time.data
-    assert predicted == pytest.approx(SECONDS, rel=0.01)
+    whole = SECONDS * (1 - 1 / (2 * len(traced.kinds)))  # the last block of a microbatch comes back while it leaves
+    assert predicted == pytest.approx(whole, rel=0.01)
     ((usual, slow, starved),) = run_ranks(_throttled, 1, spec, rate, ("forward", "backward", "communication"))
     _assert_predicted(slow - usual, predicted, starved)

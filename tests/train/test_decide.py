@@ -10,8 +10,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megalith.events import EarlyUpdatesPaused
 from megalith.spec.run import LossScaleSpec, OptimizerSpec, StabilitySpec
-from megalith.train.decide import Decision, Rerun, Rewind, Skip, Stop, Update, Vitals, decide, known_after
+from megalith.train.decide import (
+    MAXIMUM,
+    WINDOW,
+    Decision,
+    EarlyUpdates,
+    Rerun,
+    Rewind,
+    Skip,
+    Stop,
+    Update,
+    Vitals,
+    decide,
+    known_after,
+)
 from megalith.train.stability.history import History, room
 from megalith.train.stability.loss_scale import Scale
 
@@ -196,3 +210,24 @@ def test_an_overflow_is_no_spike() -> None:
     decision = decide(vitals, optimizer=OptimizerSpec(clip=0), stability=LADDER, history=KNOWN)
     assert isinstance(decision, Skip) and decision.scale is not None
     assert known_after(decision, vitals, stability=LADDER, history=KNOWN) == KNOWN
+
+
+# --- updates before the norm is known ---
+
+
+@pytest.mark.parametrize("key", ["plan.post_validation", "plan.state.release"])
+def test_updates_wait_for_the_norm_while_most_are_clipped(key: str) -> None:
+    early, told, paused = EarlyUpdates(key), list[EarlyUpdatesPaused](), list[bool]()
+    for step in range(1, 40):
+        paused.append(early.paused)
+        told += early.note(step <= 12, step=step)
+    end = 12 + WINDOW - MAXIMUM
+    assert [(each.step, each.paused, each.window) for each in told] == [(MAXIMUM + 1, True, MAXIMUM + 1), (end, False, WINDOW)]
+    assert [step for step, waits in enumerate(paused, 1) if waits] == [*range(MAXIMUM + 2, end + 1)]
+    assert all(each.words.endswith(f"({key}).") for each in told)
+
+
+def test_no_update_that_could_not_be_undone_is_early() -> None:
+    early = EarlyUpdates("plan.state.release", undone=False)
+    told = [event for step in range(30) for event in early.note(step < 12, step=step)]
+    assert early.paused and not told

@@ -1,14 +1,15 @@
 """Updates inside the backward: each part is updated as soon as its gradients are reduced, while the backward of the part before it
 computes. Then these gradients are freed, so that a step never holds all gradients.
 
-The global norm, which decides whether gradients are clipped, is known only after the last backward. Most steps do not clip, so a first pass
-(forwards and backwards of the step) updates without clipping, and writes the new state to the unused slots on disk. If the gradients must
-be clipped, the contents of these slots are discarded, and a second pass computes the same gradients and updates with the clip factor, which
-is now known. The result is bitwise equal to that of an update after the backward. While most steps clip, the first pass only measures the
-norm, so that no update is written in vain.
+The global norm, which decides whether gradients are clipped, is known only after the last backward. If all that an update changes is on
+disk, an update can be undone, and most steps do not clip. So a first pass (forwards and backwards of the step) updates without clipping,
+and writes the new state to the unused slots on disk. If the gradients must be clipped, the contents of these slots are discarded, and a
+second pass computes the same gradients and updates with the clip factor, which is now known. The result is bitwise equal to that of an
+update after the backward. While most steps clip, the first pass only measures the norm, so that no update is written in vain. If state is
+in memory, an update cannot be undone, and each first pass only measures the norm.
 """
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -17,45 +18,15 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megalith.events import ReleasePaused
 from megalith.parallel import gradients
 from megalith.parallel.clock import Clock
 from megalith.parallel.data import Bucket, Weight, local
 from megalith.parallel.gradients import Norms, SharedParameters
 from megalith.parallel.tables import StreamedTable
+from megalith.train.decide import EarlyUpdates
 from megalith.train.offload.behind import Behind
 from megalith.train.optimizers.rule import Optimizer, Part
 from megalith.train.state import State
-
-WINDOW = 10
-"""Number of recent updates that determine whether the first pass of a step updates."""
-MAXIMUM = 5
-"""The first pass of a step makes the update if at most this many of the last WINDOW updates were clipped. If more of these updates were
-clipped, discarded updates would cost more time than the avoided second passes would save."""
-
-
-class Pace:
-    """Decides whether the first pass of a step makes the update. The decision depends only on the last updates, so all ranks agree."""
-
-    def __init__(self) -> None:
-        self._clipped = deque[bool](maxlen=WINDOW)
-
-    @property
-    def clipped(self) -> int:
-        """Number of updates among the last `WINDOW` whose gradients were clipped."""
-        return sum(self._clipped)
-
-    @property
-    def pauses(self) -> bool:
-        """True if the first pass of a step only measures the norm."""
-        return self.clipped > MAXIMUM
-
-    def note(self, clipped: bool, *, step: int) -> Iterator[ReleasePaused]:
-        """Record the update of step `step`. Yield an event if `pauses` changed."""
-        before = self.pauses
-        self._clipped.append(clipped)
-        if self.pauses != before:
-            yield ReleasePaused(step=step, clipped=self.clipped, window=WINDOW, paused=self.pauses)
 
 
 @dataclass(frozen=True)
@@ -69,8 +40,7 @@ class UpdateRequest:
 
 
 class Release:
-    """Makes a rank's updates inside the backward. All of the optimizer's state must be on disk, and the update rules must be
-    elementwise."""
+    """Makes a rank's updates inside the backward. The update rules must be elementwise."""
 
     def __init__(
         self,
@@ -83,8 +53,10 @@ class Release:
         parameters: Mapping[str, nn.Parameter],
         clock: Clock,
         tables: Mapping[str, StreamedTable],
+        undone: bool,
     ) -> None:
-        """`stages`: for each of this rank's stages, the buckets that it uses. `tables`: the tables that are updated tile by tile."""
+        """`stages`: for each of this rank's stages, the buckets that it uses. `tables`: the tables that are updated tile by tile. `undone`:
+        True if an update can be undone (`spec.treatment.can_undo_on_disk`)."""
         self.state, self.rule, self.parameters, self.clock = state, rule, parameters, clock
         used = Counter(bucket for buckets in stages for bucket in {*buckets})
         # a gradient to which other ranks or another stage of this rank add is complete only after the last backward
@@ -94,7 +66,7 @@ class Release:
         self._late = [name for name in weights if name in apart]
         self._tables = {name: table for name, table in tables.items() if name not in apart}
         self._buckets = tuple(used)
-        self.pace = Pace()
+        self.early = EarlyUpdates("plan.state.release", undone=undone)
         self.norms: dict[str, Norms] = {}
         """For each parameter, the norms of the last pass's gradient, before any clipping."""
         self.odd: dict[str, Tensor] = {}

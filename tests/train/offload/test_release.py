@@ -13,15 +13,16 @@ from torch import Tensor
 
 from megalith.checkpoint.shares import as_tensor, shares
 from megalith.cost.predicted import predict, workload_of
-from megalith.events import ReleasePaused
+from megalith.events import EarlyUpdatesPaused
 from megalith.parallel.gradients import NotFinite
 from megalith.planner.compared import compare
 from megalith.prove.dryrun import count, single_documents
 from megalith.prove.meter import CATEGORIES
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer
+from megalith.train.decide import MAXIMUM
 from megalith.train.loop import stepper_of
-from megalith.train.offload.release import MAXIMUM, WINDOW, Pace, Release
+from megalith.train.offload.release import Release
 from megalith.train.offload.slots import Slots
 from megalith.train.step import train_step
 from megalith.train.tally import StepResult
@@ -117,6 +118,38 @@ def test_no_bit_changes_under_any_plan(plan: dict[str, Any], model: dict[str, An
             assert {each.passes for each in pair[1][0]} == passes
 
 
+IN_MEMORY: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    ({}, {"recompute": "segments:2"}, {"precision": "fp32"}, {}),
+    ({}, {"data": 2, "zero": 1}, {}, {"master": "split8", "moments": "fp8"}),
+    ({"optimizer": "host"}, {"data": 2, "zero": 3}, {}, {}),
+    ({"optimizer": "host", "weights": "host"}, {"zero": 3}, {"precision": "fp16"}, {}),
+    ({"optimizer": "disk", "share": 0.5}, {}, {"gradients": "bf16"}, {"master": "split16"}),
+    ({}, {"pipeline": 2}, {}, {"kind": "lion"}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("place", "plan", "train", "optimizer"), IN_MEMORY, ids=str)
+@sampled(3, together=True)
+def test_without_an_undo_each_step_measures_first_and_no_bit_changes(
+    place: dict[str, Any], plan: dict[str, Any], train: dict[str, Any], optimizer: dict[str, Any]
+) -> None:
+    """Some steps are clipped, and some are not."""
+    for found in run_ranks(_measured_first, plan.get("data", 1) * plan.get("pipeline", 1), place, plan, train, optimizer):
+        _assert_same(found)
+        clipped = [each.outcome.clipped for each in found[0][0]]
+        assert set(clipped) == {True, False} and clipped == [each.outcome.clipped for each in found[1][0]]
+        assert {each.passes for each in found[1][0]} == {2} and not any(each.outcome.events for each in found[1][0])
+
+
+def _measured_first(rank: int, *run: dict[str, Any]) -> list[Trained]:
+    place, plan, train, optimizer = run
+    spec = _run(plan, optimizer=optimizer, **train)
+    (free,) = _trained(rank, [_placed(spec, place, clip=0.0)], 4)
+    norms = sorted(each.grad_norm for each in free[0])
+    return _trained(rank, [_placed(spec, place | more, clip=(norms[1] + norms[2]) / 2) for more in ({}, {"release": True})], 4)
+
+
 KINDS = [("sgd", {}), ("lion", {"moments": "bf16"}), *[("adamw", {"moments": "fp8"})] * FULL]
 
 
@@ -136,16 +169,9 @@ def test_a_share_of_clipped_steps_above_half_pauses_updates_before_the_norm() ->
     _assert_same(found)
     told = found[1][0]
     (paused,) = [event for each in told for event in each.outcome.events]
-    assert isinstance(paused, ReleasePaused)
-    assert (paused.step, paused.clipped, paused.window, paused.paused) == (MAXIMUM + 1, MAXIMUM + 1, WINDOW, True)
+    assert isinstance(paused, EarlyUpdatesPaused)
+    assert (paused.step, paused.clipped, paused.window, paused.paused) == (MAXIMUM + 1, MAXIMUM + 1, MAXIMUM + 1, True)
     assert {each.passes for each in told} == {2}
-
-
-def test_a_pause_ends_once_few_of_the_last_updates_were_clipped() -> None:
-    pace, told = Pace(), list[ReleasePaused]()
-    for step in range(1, 40):
-        told += pace.note(step <= 12, step=step)
-    assert [(each.step, each.paused) for each in told] == [(MAXIMUM + 1, True), (12 + WINDOW - MAXIMUM, False)]
 
 
 def _writes(rank: int, spec: RunSpec, steps: int) -> list[int]:
@@ -199,27 +225,31 @@ def test_a_step_that_is_not_finite_leaves_the_state_alone_and_names_the_paramete
 
 
 LARGE = {"layers": 8, "dim": 256, "heads": 4, "kv_heads": 4, "head_dim": 64, "ffn": 768, "vocab": 1024}
-SIZED: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({}, {}),
-    ({"data": 2, "zero": 1}, {}),
-    ({"tensor": 2}, {}),
-    ({}, {"tied": True}),
+SIZED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    ({}, {}, DISK),
+    ({"data": 2, "zero": 1}, {}, DISK),
+    ({"tensor": 2}, {}, DISK),
+    ({}, {"tied": True}, DISK),
+    ({}, {}, {"optimizer": "host"}),
+    ({"data": 2, "zero": 2}, {}, {}),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("plan", "model"), SIZED, ids=str)
-@sampled(2, together=True)
-def test_the_peak_is_lower_and_as_predicted(plan: dict[str, Any], model: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("plan", "model", "place"), SIZED, ids=str)
+@sampled(3, together=True)
+def test_the_peak_is_lower_and_as_predicted(plan: dict[str, Any], model: dict[str, Any], place: dict[str, Any]) -> None:
     held, released = (
-        _placed(_run({"recompute": "full"} | plan, LARGE | model), place | {"chunk": 1}) for place in (DISK, RELEASED)
+        _placed(_run({"recompute": "full"} | plan, LARGE | model), place | {"chunk": 1} | more)
+        for more in ({}, {"release": True})
     )
     counted = dry(released, 0)
     lines = {line.name: line for line in compare(predict(workload_of(released), rank=0), counted)}
     assert lines["memory.gradients"].gap == pytest.approx(0, abs=0.03)
-    assert sum(counted.memory.peak.values()) < 0.9 * sum(dry(held, 0).memory.peak.values())
+    assert sum(counted.memory.peak.values()) < 0.92 * sum(dry(held, 0).memory.peak.values())
     everything = sum(line.predicted or 0.0 for name, line in lines.items() if name in {f"memory.{each}" for each in CATEGORIES})
-    assert everything == pytest.approx(sum(counted.memory.peak.values()), rel=0.06)
+    assert everything == pytest.approx(sum(counted.memory.peak.values()), rel=0.07)
+    assert lines["work.products"].gap == pytest.approx(0, abs=1e-6), "each pass counts"
 
 
 def _counted(rank: int, spec: RunSpec) -> list[Any]:
