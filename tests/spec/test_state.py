@@ -3,7 +3,9 @@
 import pytest
 
 from megalith.spec.optimizers import OPTIMIZERS
+from megalith.spec.run import OptimizerSpec
 from megalith.spec.state import GRADIENT, MASTER, Slot, bytes_each, bytes_of, kept, lasting
+from megalith.spec.treatment import kept_of
 
 ADAMW = OPTIMIZERS["adamw"].slots
 
@@ -36,3 +38,19 @@ def test_an_update_moves_what_it_reads_and_writes() -> None:
 )  # fmt: skip
 def test_a_slot_may_leave_a_dimension_out(shape, parameter: tuple[int, ...], own: tuple[int, ...]) -> None:
     assert Slot("moments.x", shape=shape).shape_of(parameter) == own
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "gradients", "released", "bytes_"),
+    [
+        ({}, "fp32", False, 18),
+        ({}, "bf16", False, 16),
+        ({"master": "split16", "moments": "fp8"}, "bf16", False, 8 + 2 / 128),
+        ({"master": "split8", "moments": "fp8"}, "bf16", False, 7 + 2 / 128),
+        ({"master": "split8", "moments": "fp8"}, "bf16", True, 5 + 2 / 128),
+    ],
+)
+def test_bytes_of_a_number_of_a_large_matrix(optimizer: dict[str, str], gradients: str, released: bool, bytes_: float) -> None:
+    """In bf16 with AdamW, as `check` prints them."""
+    text = kept_of(OptimizerSpec.model_validate(optimizer), "bf16", gradients=gradients, released=released)
+    assert text.startswith(f"{bytes_:.4g} bytes (compute 2 + ") and ("gradient" in text) != released
