@@ -39,7 +39,7 @@ def changes(spec: RunSpec) -> Iterator[list[Change]]:
     if plan.microbatch > 1:
         yield [NONE, Change({"plan.microbatch": 1}, 4)]
     if narrow:
-        forms = {"split16": 2, "fp32": 3, "split8": 9}  # fp32 has more bytes, but weights elsewhere and release need it
+        forms = {"split16": 2, "fp32": 3, "split8": 9}  # fp32 has more bytes, but weights elsewhere need it, and release to undo
         yield [NONE, *(Change({"optimizer.master": form}, cost) for form, cost in forms.items() if form != spec.optimizer.master)]
     if narrow and spec.train.gradients == "fp32":
         yield [NONE, Change({"train.gradients": "bf16"}, 8)]
@@ -94,13 +94,13 @@ def _elsewhere(spec: RunSpec) -> Iterator[Change]:
     for cost, place, weights, release in (
         (30, "host", "device", False),
         (35, "disk", "device", False),
-        (36, "device", "device", True),
-        (37, "host", "device", True),
         (38, "disk", "device", True),
         (40, "host", "host", False),
-        (42, "host", "host", True),
         (45, "disk", "disk", False),
         (48, "disk", "disk", True),
+        (50, "device", "device", True),  # each step is computed twice
+        (51, "host", "device", True),
+        (52, "host", "host", True),
     ):
         moved = _farther(plan.state, {"optimizer": place, "weights": weights, "release": release, "share": 1.0})
         others = {"plan.zero": 3} if weights != "device" and plan.zero != 3 else {}

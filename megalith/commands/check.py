@@ -181,7 +181,7 @@ def _clipping(spec: "RunSpec") -> str:
     """Describe how a run clips exactly if it updates off the device, or before the norm is known; otherwise empty."""
     from megalith.spec.treatment import exact_clipping
 
-    return exact_clipping(spec) if spec.optimizer.clip else ""
+    return exact_clipping(spec) if spec.optimizer.clip or spec.plan.state.release else ""
 
 
 def _show_run(spec: "RunSpec") -> None:

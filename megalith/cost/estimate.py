@@ -305,11 +305,12 @@ def _retained_seconds(workload: Workload, setting: Setting, traced: Parts, here:
     for_disk = away * sum(traced.blocks[kind].leaves_for_disk * times for kind, times in here.blocks)
     moving = host.move_seconds(workload, size, for_disk)
     both = [_beside(moving, computing.total, setting) for computing in (stage.forward, stage.backward)]
+    longer = moving * (1 - setting.overheads.data_exposed) - max(stage.forward.total, stage.backward.total)
     overlap = 0.0
-    if plan.recompute == "none":
+    if plan.recompute == "none" and longer > 0:
         last = traced.blocks[here.blocks[-1][0]]
         one = host.move_seconds(workload, last.leaves / plan.sides, last.leaves_for_disk / plan.sides)
-        overlap = max(0.0, min(one, min(both) - setting.overheads.data_exposed * moving))
+        overlap = min(one, longer)
     return workload.microbatches * (sum(both) - overlap)
 
 
@@ -351,9 +352,10 @@ def _hidden_update(workload: Workload, seconds: float, here: RankParts, stage: S
     with, and the next one, whose gather begins as early. An update in host memory is not hidden if a CPU computes, or if the state is
     copied after each step."""
     plan, parts = workload.plan, here.embedding + here.head + sum(times for _, times in here.blocks)
+    shared = plan.state.optimizer == "host" and workload.cluster.accelerator.kind == "cpu"
     if plan.state.release:
-        return min(seconds * (1 - 1 / parts), stage.backward.total * workload.microbatches)
-    busy = plan.state.optimizer == "host" and (workload.copied or workload.cluster.accelerator.kind == "cpu")
+        return 0.0 if shared else min(seconds * (1 - 1 / parts), stage.backward.total * workload.microbatches)
+    busy = shared or (plan.state.optimizer == "host" and workload.copied)
     if busy or not workload.software_profile.ours or why_not_ahead(plan, [workload.optimizer]):
         return 0.0
     if plan.zero and kind(plan.schedule).bidirectional:  # all parts are gathered before the first forward

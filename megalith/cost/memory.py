@@ -222,7 +222,8 @@ def _rank(
     waiting, for_disk = (share * sum(map(mul, flying, each)) if share else 0.0 for each in (own.leaves, own.for_disk))
     far = host.on_disk(workload, waiting, for_disk) if share else 0.0
     coming = 0 if not share else 1 if share < 1 else 2  # a block's, and those of the one before it
-    working = overheads.working * own.working + coming * own.largest_leaves + rounding
+    inside = update.opened_bytes(workload) if workload.plan.state.release else 0.0  # of updates during a backward
+    working = overheads.working * own.working + coming * own.largest_leaves + rounding + inside
     saved = sum(map(mul, flying, own.saved)) - waiting + _recorded(parts, here, flying, graphed)
     saved += _outputs(workload, parts, here, flying)
     others = workload.software_profile.update_bytes * updated(workload, held)

@@ -145,6 +145,8 @@ class _Timeline:
             any(part.profiles[0] is end for each in stages.values() for part in each) for end in (traced.embedding, traced.head)
         ]
         tied = released.waiting(workload, traced.embedding.weights, first=ends[0], last=ends[1])
+        self.opened = opened_bytes(workload) if plan.state.release else 0.0
+        """Bytes of the temporary tensors of an update during the backward, if gradients are released."""
         self.waits = tied if plan.state.release else 0.0
         """Bytes of a tied embedding's gradient that waits for the gradient at the pipeline's other end, if other gradients are released."""
         sent = any(_times(part.weights, self.joins) for each in stages.values() for part in each)
@@ -187,6 +189,7 @@ class _Timeline:
         arrived, release = sum(self.arrived), self.workload.plan.state.release
         gradients += held + arrived * release
         buffers = self.joined + arrived * (not release)
+        activations += self.opened * (arrived > 0)
         return MemoryPoint(weights, gradients, self.kept + activations, buffers, self.elsewhere)
 
     def move(self, away: OffloadedBytes, times: int = 1) -> None:

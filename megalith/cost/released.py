@@ -17,7 +17,8 @@ def can_be(workload: Workload) -> bool:
     """Return True if gradients can be released, and doing so saves memory. `megalith check` applies the same rules, and further rules to
     run files."""
     by_element = OPTIMIZERS[workload.optimizer].unit == "element"
-    return by_element and workload.microbatches == 1 and not workload.watched and not workload.plan.post_validation
+    ours = workload.software_profile.ours
+    return ours and by_element and workload.microbatches == 1 and not workload.watched and not workload.plan.post_validation
 
 
 def held(workload: Workload, largest: float) -> float:

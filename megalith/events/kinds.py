@@ -85,7 +85,7 @@ class Step(Event):
     updates: int | None = None  # None in logs of earlier versions: as many as steps
     noise: dict[str, float] = field(default_factory=dict)  # estimates of the gradients' noise; empty: the plan does not allow any
     scale: float | None = None  # the loss scale of fp16; None: the run has none
-    passes: int = 1  # forwards and backwards that the update took: a second one where released gradients were clipped
+    passes: int = 1  # forwards and backwards that the update took: released gradients may need two
 
     @property
     def left_out(self) -> int:

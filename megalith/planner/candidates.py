@@ -133,9 +133,9 @@ def finer(plan: Plan, model: ModelSpec) -> list[Plan]:
 
 
 def lighter_states(shares: Sequence[float]) -> list[list[StateSpec]]:
-    """Return groups of states that hold less on the device, in the order in which they are tried: some in host memory, all on disk,
-    gradients released (unless all is on disk, each step is then computed twice), weights cast from the offloaded state. `shares`: the
-    shares in host memory; none: nothing may be offloaded."""
+    """Return groups of states that hold less on the device, in the order in which they are tried: some in host memory, all on disk, there
+    with gradients released too, weights cast from the offloaded state, and gradients released with state in memory, where each step is
+    computed twice. `shares`: the shares in host memory; none: nothing may be offloaded."""
     if not shares:
         return []
     some = [StateSpec(optimizer="host", share=share) for share in shares]
@@ -144,9 +144,12 @@ def lighter_states(shares: Sequence[float]) -> list[list[StateSpec]]:
         some,
         [StateSpec(optimizer="disk")],
         [StateSpec(optimizer="disk", release=True)],
+        [StateSpec.model_validate(host)],
+        [StateSpec.model_validate(disk)],
+        [StateSpec.model_validate(disk | {"release": True})],
         [StateSpec(release=True)],
         [StateSpec(optimizer="host", release=True)],
-        *([StateSpec.model_validate(each | {"release": release})] for release in (False, True) for each in (host, disk)),
+        [StateSpec.model_validate(host | {"release": True})],
     ]
 
 

@@ -41,7 +41,7 @@ def find_form(
     for _, other in reversed(forms):  # the one with the least memory first
         tried.insert(1, (other, find(other, top=1, tick=tick, space=_space_of_form(request, other))))
         if first.best is None and tried[-1][1].best is None and not request.offload:
-            break  # with less on the devices, nothing fits; but weights off the devices, and release, need fp32 master weights
+            break  # with less on the devices, nothing fits; but weights off the devices, and the undo of release, need fp32 master weights
     if all(found.best is None for _, found in tried):
         return min(tried, key=lambda one: _least(one[1]))
     shortest = min(_step(found) for _, found in tried)

@@ -274,8 +274,8 @@ def short(plan: Plan) -> str:
     pipeline = f"p{plan.pipeline}{chunks} {name}" if plan.pipeline > 1 else ""
     copies = f" r{plan.replicate}" if plan.replicate > 1 else ""
     place = "disk" if plan.state.optimizer == "disk" else "o"
-    more = " weights" * (plan.state.weights != "device") + " released" * plan.state.release
-    away = f" {place}{100 * plan.state.away:.0f}{more}" if plan.state.away else ""
+    away = f" {place}{100 * plan.state.away:.0f}" if plan.state.away else ""
+    away += " weights" * (plan.state.weights_away > 0) + " released" * plan.state.release
     retain = "a-disk" if plan.retain.places == ("disk",) else "a"
     of = f" {'+'.join(plan.retain.parts)}" if plan.retain.blocks == "device" else f"{100 * plan.retain.away:.0f}"
     away += f" {retain}{of}" if plan.retain.away else ""

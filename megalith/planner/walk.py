@@ -59,6 +59,11 @@ ELSEWHERE = Technique(
 )
 """The technique that is tried if nothing else fits."""
 
+RELEASED = Technique(
+    "released gradients", "each part is updated in the backward, and each step is computed twice", lambda plan: plan.state.release
+)
+"""The last technique of a search that may offload, if gradients are what does not fit."""
+
 SCHEDULES_TOO = Technique(
     "other schedules", "another order of forwards and backwards fills the pipeline's bubble", lambda plan: False, spares=False
 )
@@ -260,7 +265,7 @@ def _throughput(spread: _Spread, fit: Sequence[Row], found: PlanResult) -> Itera
             continue
         yield Row(technique, choice, _gain(before, choice))
         before = choice
-    last = ELSEWHERE if best.moves else SCHEDULES_TOO
+    last = RELEASED if best.plan.state.release and not best.plan.state.away else ELSEWHERE if best.moves else SCHEDULES_TOO
     if before is None or before.estimate.time.step > best.estimate.time.step:
         yield Row(last, best, _gain(before, best))
 

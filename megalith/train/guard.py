@@ -251,7 +251,7 @@ class StateGuard:
         here: dict[str, Any] = {**self._here(step, 0 if rank is None else rank), "rank": rank}
         parameters, release = self.trainer.parameters.items(), self.trainer.release
         bad = [name for name, p in parameters if p.grad is not None and not bool(local(p.grad).isfinite().all())]
-        bad += [] if release is None else [name for name, count in release.odd.items() if int(count)]
+        bad += [] if release is None else release.not_finite()
         return Nonfinite(**here, name=bad[0] if bad else "no single parameter", elsewhere=elsewhere)
 
     def blame(self, error: NotFinite, step: int) -> None:

@@ -20,6 +20,7 @@ from megalith.parallel.execute import Check, RowResult
 from megalith.train.assemble import Trainer
 from megalith.train.batches import Cut, count_valid, to_batch
 from megalith.train.decide import Decision, Rerun, Rewind, Skip, Stop, Update, Vitals, decide, departures, known_after
+from megalith.train.offload.release import UnequalPassesError
 from megalith.train.stability.findings import Findings, SpikeError, lowered_event, spike_event
 from megalith.train.stability.loss_scale import Scale
 from megalith.train.stability.refusal import overflowed, refusal, where_not_finite
@@ -111,12 +112,15 @@ def finish_step(
     start, lr = trainer.executor.clock.mark(), trainer.lr
     after = {"totals": computed.totals, "step_hooks": step_hooks, "referee": referee, "healer": healer, "findings": findings}
     outcome = carry_out(trainer, decision, known, microbatches=microbatches, **after)
+    passes = computed.accumulated
+    if outcome.second is not None:
+        passes, start = passes.followed_by(outcome.second), outcome.second.marks[-1][2]
     optimizer = ("optimizer", start, trainer.executor.clock.mark())
     if trainer.device.type == "cuda":
         torch.cuda.synchronize(trainer.device)
     seconds, experts = time.perf_counter() - began, Balance(trainer).wait()
-    found = stepped(trainer, computed.accumulated, computed.totals, experts, optimizer, step=step, lr=lr, seconds=seconds)
-    return replace(found, updates=trainer.state.updates, outcome=outcome)
+    found = stepped(trainer, passes, computed.totals, experts, optimizer, step=step, lr=lr, seconds=seconds)
+    return replace(found, updates=trainer.state.updates, outcome=replace(outcome, second=None))
 
 
 def _put_back(before: FirstComputation | None, step: int, *, referee: Referee | None, healer: Healer | None) -> Findings:
@@ -358,14 +362,14 @@ def carry_out(
         decision = decision if target is not None else decision.otherwise
     more = {"totals": totals, "lr": trainer.lr, "healer": healer, "findings": findings or Findings()}
     found = remember(trainer, decision, vitals, **more)
-    skipped, spike, events, overflow, passes, clipped = "", False, list[Event](), None, 1, False
+    skipped, spike, events, overflow, second, clipped = "", False, list[Event](), None, None, False
     match decision:
         case Update(factor, lowered):
             clipped = factor != 1.0
             if trainer.release is None:
                 clipped_update(trainer, factor, step=step, step_hooks=step_hooks)
             else:
-                passes, paused = released_update(trainer, microbatches, factor, step=step, step_hooks=step_hooks)
+                second, paused = released_update(trainer, microbatches, factor, step=step, step_hooks=step_hooks)
                 events += paused
             trainer.update_router_biases()
             notify(step_hooks, "after_update", trainer, step)
@@ -399,7 +403,7 @@ def carry_out(
     notify(step_hooks, "after_step", trainer, step)
     if found.to_log or found.accident:
         events.insert(0, spike_event(vitals, decision, found))
-    return Outcome(skipped, spike, tuple(events), overflow, passes, clipped)
+    return Outcome(skipped, spike, tuple(events), overflow, clipped=clipped, passes=1 + (second is not None), second=second)
 
 
 def update(trainer: Trainer, computed: GradientsWithTotals, *, step: int, step_hooks: Sequence[StepHook] = ()) -> None:
@@ -425,19 +429,20 @@ def clipped_update(
 
 def released_update(
     trainer: Trainer, microbatches: Sequence[Samples], factor: float, *, step: int, step_hooks: Sequence[StepHook]
-) -> tuple[int, list[Event]]:
-    """Count the update that was made inside the backward, if it used the right factor and learning rate. If the factor or rate was
-    wrong, discard the update, and recompute the step with the right ones. Return the number of passes over the step, and the events for
-    the log."""
-    release = trainer.release
+) -> tuple[StepGradients | None, list[Event]]:
+    """Count the update that was made inside the backward. If there was none, or it used a wrong factor or learning rate, undo it, and
+    compute the step again with the right ones. Return this second pass, if there was one, and the events for the log. Raises
+    UnequalPassesError on a rank whose second pass, unlike its first, had NaN or Inf."""
+    release, second = trainer.release, None
     assert release is not None
-    again = release.asked != trainer.asked(factor)
-    if again:
+    if release.asked != trainer.asked(factor):
         release.take_back()
         trainer.forget()
         seed_step(trainer, step)
-        releasing(trainer, microbatches, factor, step=step, step_hooks=step_hooks)
+        second = releasing(trainer, microbatches, factor, step=step, step_hooks=step_hooks)
         trainer.noise.take(trainer.device)  # the first pass's sum is known
+        if bad := release.not_finite():
+            raise UnequalPassesError(bad, step=step)
     trainer.keep_update()
     release.asked = None
-    return 1 + again, [*release.early.note(factor != 1.0, step=step + 1)]
+    return second, [*release.early.note(factor != 1.0, step=step + 1)]

@@ -1,7 +1,7 @@
 """Summarises a step for the log: its totals over all ranks, its seconds by use, and the balance of the experts' loads."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,19 +49,26 @@ class StepGradients:
     marks: list[Mark]
     scale: Scale | None  # the loss scale that the gradients had until then
 
+    def followed_by(self, second: "StepGradients") -> "StepGradients":
+        """Return this pass over the step with the times of both passes."""
+        executed = replace(self.executed, marks=[*self.executed.marks, *second.executed.marks])
+        return replace(self, executed=executed, marks=[*self.marks, *second.marks])
+
 
 @dataclass(frozen=True)
 class Outcome:
     """The fate of a step's update. `skipped`: the reason why the update was skipped; empty: it was made. `spike`: the update was skipped
-    because of a spike. `events`: events about the step. `overflow`: the overflow that lowered the loss scale. `passes`: the number of
-    passes over the step that the update took. `clipped`: the gradients were clipped before the update."""
+    because of a spike. `events`: events about the step. `overflow`: the overflow that lowered the loss scale. `clipped`: the gradients were
+    clipped before the update. `passes`: the number of passes over the step that the update took. `second`: the second one, until its times
+    are known."""
 
     skipped: str = ""
     spike: bool = False
     events: tuple[Event, ...] = ()
     overflow: Overflow | None = None
-    passes: int = 1
     clipped: bool = False
+    passes: int = 1
+    second: StepGradients | None = None
 
 
 NO_OUTCOME = Outcome()

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 Answer = Skipped | Spike | Rewound | Lowered | PrecisionWatched | EarlyUpdatesPaused
 """A loss spike or another event that concerns updates: a skipped update, a rewind, a lowered learning rate, a rounding
-comparison, or a pause of released gradients."""
+comparison, or a pause of early updates."""
 
 KEPT = 2000  # events of a kind that are held; the newest count
 SAVES = 5  # checkpoints that the usual pause for one is known from

@@ -182,13 +182,18 @@ def test_tables_that_are_read_in_tiles_are_the_same_bits(plan: dict[str, Any], m
     _check(brief_run(plan=plan, model=TABLES | model, train=TILES, optimizer={"clip": 0.05}), *WEIGHTS)
 
 
-@pytest.mark.parametrize("gradients", ["fp32", "bf16"])
-def test_tables_that_are_updated_in_tiles_are_the_same_bits(gradients: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("gradients", "moments", "place"), [("fp32", "fp32", "disk"), ("bf16", "fp32", "host"), ("fp32", "fp8", "host")]
+)
+def test_tables_that_are_updated_in_tiles_are_the_same_bits(
+    gradients: str, moments: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The clip bites, so the norm that is added up over tiles has the bits of the whole gradient's."""
     monkeypatch.setattr("megalith.train.offload.home.MIB", 1 << 16)
     train = TILES | {"global_batch": 1, "gradients": gradients}
-    spec = brief_run(plan={"zero": 3}, model=TABLES | {"layers": 2}, train=train, optimizer={"clip": 0.05})
-    _check(spec, WEIGHTS[0] | {"release": True, "chunk": 1})
+    optimizer = {"clip": 0.05, "moments": moments, "moment_block": 32}
+    spec = brief_run(plan={"zero": 3}, model=TABLES | {"layers": 2}, train=train, optimizer=optimizer)
+    _check(spec, {"optimizer": place, "weights": place, "release": True, "chunk": 1})
 
 
 def test_no_table_is_whole_in_a_step() -> None:

@@ -20,7 +20,7 @@ class Behind:
     def __init__(self, share: Tensor) -> None:
         """`share`: any tensor of the rank. In a dry run it is a fake tensor, and functions run in the caller's thread when they are waited
         for, because only what this thread allocates is counted."""
-        self._dry, device = isinstance(share, FakeTensor), share.device
+        self.dry, device = isinstance(share, FakeTensor), share.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="update", initializer=partial(_enter, self._stream))
         self._left = deque[tuple[int, Callable[[], object]]]()
@@ -36,8 +36,13 @@ class Behind:
         if ready is not None:
             ready.record()
         run = partial(_run, function, self._stream, ready, self._failed)
-        counted = self._dry or torch._C._len_torch_dispatch_stack() > 0
+        counted = self.dry or torch._C._len_torch_dispatch_stack() > 0
         self._left.append((self.started, run if counted else self._thread.submit(run).result))
+
+    def synchronize(self) -> None:
+        """In a function that runs in the thread, wait until the device has done what the function asked of it."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def result(self, function: Callable[[], T]) -> Callable[[], T]:
         """Start a function; return a function that waits for its result."""

@@ -92,17 +92,22 @@ class Host:
         return any(slot == MASTER or slot in LOWER.values() for slot, _ in self.held)
 
     def stream(self, parts: Sequence[Part]) -> Iterator[Part]:
-        """Yield each part with its state; after the caller's update, copy its master weights to the compute weights."""
+        """Yield each part with its state; after the caller's update, copy its master weights to the compute weights. A part that is a tile
+        of a share has a gradient of its own size."""
         for part in parts:
-            lot = self.lots[part.name]
+            lot, count = self.lots[part.name], part.gradient.numel()
             near = {slot.name: self.held[slot, part.name] for slot in lot.slots}
+            if count < lot.share.numel():
+                near = {slot.name: _rows(near[slot.name], slot, lot, part.first, count) for slot in lot.slots}
             master = near.pop(MASTER.name, None)
-            weight = part.weight.cpu() if master is None else master
+            whole = master is not None or count == lot.share.numel()
+            resident = part.weight if whole else part.weight.view(-1)[part.first : part.first + count]
+            weight = resident.cpu() if master is None else master
             yield part._replace(weight=weight, gradient=part.gradient.cpu(), slots=near, home=None)
             if master is not None:
-                lot.weight.take_over(0, master)
-            elif weight is not part.weight:
-                part.weight.copy_(weight)
+                lot.weight.take_over(part.first, master)
+            elif weight is not resident:
+                resident.copy_(weight)
 
     def publish(self) -> None:
         """After master weights were loaded, make the compute weights from them."""
@@ -296,6 +301,13 @@ def _shape(slot: Slot, lot: Lot, count: int) -> tuple[int, ...]:
         return slot.shape_of(lot.share.shape)
     columns = lot.share.shape[-1] if slot.block else 1
     return (count // columns, *slot.shape_of((columns,))) if slot.block else (count,)
+
+
+def _rows(held: Tensor, slot: Slot, lot: Lot, first: int, count: int) -> Tensor:
+    """Return the part of a slot's tensor for `count` elements of a share, from element `first` on."""
+    shape = _shape(slot, lot, count)
+    start = first // lot.share.shape[-1] * shape[1] if slot.block else first
+    return held.view(-1)[start : start + prod(shape)].view(shape)
 
 
 def _bytes(slot: Slot, shape: Sequence[int]) -> int:

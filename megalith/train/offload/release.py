@@ -39,6 +39,17 @@ class UpdateRequest:
     lr: float
 
 
+class UnequalPassesError(RuntimeError):
+    """The second pass over a step had NaN or Inf, unlike the first, which decided about the update."""
+
+    def __init__(self, names: Sequence[str], *, step: int) -> None:
+        """`names`: the parameters whose gradients were not finite in the second pass over step `step` + 1."""
+        super().__init__(
+            f"step {step + 1}: NaN or Inf in gradients of {', '.join(names)} in the second pass over the step, but not in the first: this "
+            "rank's device may be faulty. Its weights have changed, so the run resumes from a copy or checkpoint"
+        )
+
+
 class Release:
     """Makes a rank's updates inside the backward. The update rules must be elementwise."""
 
@@ -154,12 +165,18 @@ class Release:
         gradients.scale([part.gradient for part in parts], factor)
         self.rule.update(parts, number=asked.number, lr=asked.lr)
         del parts
+        self._behind.synchronize()  # freed memory goes back to the stream that computes
         self._free(names)
         self.marks.append(("UPDATE", start, self.clock.mark()))
 
     def _free(self, names: Iterable[str]) -> None:
         for name in names:
             self.parameters[name].grad = None
+
+    def not_finite(self) -> list[str]:
+        """Return the parameters whose gradients had elements in the last pass that were not finite. In a dry run, numbers have no
+        values."""
+        return [] if self._behind.dry else [name for name, count in self.odd.items() if int(count)]
 
     def take_back(self) -> None:
         """Undo the last pass: discard its update, if the pass made one."""

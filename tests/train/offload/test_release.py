@@ -22,7 +22,7 @@ from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer
 from megalith.train.decide import MAXIMUM
 from megalith.train.loop import stepper_of
-from megalith.train.offload.release import Release
+from megalith.train.offload.release import Release, UnequalPassesError
 from megalith.train.offload.slots import Slots
 from megalith.train.step import train_step
 from megalith.train.tally import StepResult
@@ -140,6 +140,10 @@ def test_without_an_undo_each_step_measures_first_and_no_bit_changes(
         clipped = [each.outcome.clipped for each in found[0][0]]
         assert set(clipped) == {True, False} and clipped == [each.outcome.clipped for each in found[1][0]]
         assert {each.passes for each in found[1][0]} == {2} and not any(each.outcome.events for each in found[1][0])
+        for each in found[1][0]:
+            backwards = [name for name, _, _ in each.spans if name in ("0B0", "1B0")]
+            assert len(backwards) == 2 and any(name == "UPDATE" for name, _, _ in each.spans)
+            assert each.breakdown["optimizer"] < 0.5 * each.seconds, "the second pass is forward and backward"
 
 
 def _measured_first(rank: int, *run: dict[str, Any]) -> list[Trained]:
@@ -224,6 +228,29 @@ def test_a_step_that_is_not_finite_leaves_the_state_alone_and_names_the_paramete
     assert "NaN or Inf in gradients of blocks.0." in text and "(1 elements)" in text
 
 
+def _poisoned_second_pass(rank: int, spec: RunSpec) -> str:
+    """Return the error of a step whose second pass has a gradient that is not finite."""
+    trainer, passes = trainer_of(spec), list[int]()
+    (runner,) = trainer.runners.values()
+
+    def spoil(grads: Any) -> None:
+        passes.append(1)
+        if len(passes) == 2:
+            grads[0].view(-1)[0] = float("nan")
+
+    runner.buckets[1][0].observe = spoil
+    with pytest.raises(UnequalPassesError) as caught:
+        train_step(trainer, microbatches(trainer), step=0)
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_numbers_that_are_not_finite_in_the_second_pass_only_end_the_rank() -> None:
+    """Its update was not checked, so no copy of it may be made."""
+    (text,) = run_ranks(_poisoned_second_pass, 1, _placed(_run({}, {"layers": 2}), {"release": True}))
+    assert text.startswith("step 1: NaN or Inf in gradients of blocks.0.") and "but not in the first" in text
+
+
 LARGE = {"layers": 8, "dim": 256, "heads": 4, "kv_heads": 4, "head_dim": 64, "ffn": 768, "vocab": 1024}
 SIZED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({}, {}, DISK),
@@ -250,6 +277,14 @@ def test_the_peak_is_lower_and_as_predicted(plan: dict[str, Any], model: dict[st
     everything = sum(line.predicted or 0.0 for name, line in lines.items() if name in {f"memory.{each}" for each in CATEGORIES})
     assert everything == pytest.approx(sum(counted.memory.peak.values()), rel=0.07)
     assert lines["work.products"].gap == pytest.approx(0, abs=1e-6), "each pass counts"
+
+
+@pytest.mark.slow
+def test_the_temporary_tensors_of_an_update_count_beside_the_backward() -> None:
+    """The update expands state from few bits to fp32 while activations are still there."""
+    spec = _placed(_run({"recompute": "full"}, LARGE, optimizer={"master": "split8", "moments": "fp8"}), {"release": True})
+    counted, predicted = sum(dry(spec, 0).memory.peak.values()), sum(predict(workload_of(spec), rank=0).memory.values())
+    assert counted == pytest.approx(predicted, rel=0.06)
 
 
 def _counted(rank: int, spec: RunSpec) -> list[Any]:
