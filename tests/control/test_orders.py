@@ -83,7 +83,7 @@ def _run(folder: Path, when_it_runs: Callable[[], object], fleet: FleetSpec | No
         "tests.control.walk:walk", {"steps": STEPS, "nap": 0.15}, ranks=RANKS, run_dir=folder, preload=("tests.control.walk",),
         start_timeout=PATIENCE, silence_timeout=PATIENCE, threads=1,
     )  # fmt: skip
-    spec = fleet or FleetSpec(nodes=2, spares=1, hang_floor=4.0, hang_factor=20.0)
+    spec = fleet or FleetSpec(nodes=2, spares=1, hang_floor=PATIENCE)
     try:
         return run_here(job, fleet=spec, identity="walk", store=lambda: checkpoints(folder))
     finally:

@@ -373,7 +373,8 @@ def test_gradients_are_released_where_state_on_disk_is_not_enough():
 @pytest.mark.parametrize(("master", "batch"), [("fp32", 1), ("fp32", 2), ("split16", 1)])
 def test_the_search_releases_what_check_allows(format: str, optimizer: str, master: str, batch: int):
     plan = Plan(state=StateSpec(optimizer="disk", release=True))
-    load = Workload(dense(), plan, clusters.load("h100:1"), 4096, batch, format, optimizer=optimizer, master=master)
+    how = {"software_profile": assumed(plan), "optimizer": optimizer, "master": master}
+    load = Workload(dense(), plan, clusters.load("h100:1"), 4096, batch, format, **how)
     settings = {"precision": format, "global_batch": batch}
     run = tiny_run(plan=plan.model_dump(), train=settings, optimizer={"kind": optimizer, "master": master})
     refused = [one for one in check(run, files=False) if one.severity == "error" and one.key == "plan.state.release"]
