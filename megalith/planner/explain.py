@@ -58,12 +58,16 @@ def explain(workload: Workload, scorer: Scorer) -> tuple[Neighbour, ...]:
 
 def _offloads(workload: Workload) -> Iterator[tuple[str, Workload]]:
     """Yield the plan with none and with all of the optimizer's state in host memory, unless the plan has this share already. Then yield the
-    plan without offloaded activations if it has some, else with all activations in host memory."""
+    plan with gradients that stay until the update, if it releases them; and without offloaded activations if it has some, else with all
+    activations in host memory."""
     plan, here = workload.plan, workload.plan.state.away
     for share in (0.0, 1.0):
         if share != here:
             change = f"offload {_moved(here)} -> {_moved(share)}"
             yield change, replace(workload, plan=offloaded(plan, share))
+    if plan.state.release:
+        stays = plan.state.model_copy(update={"release": False})
+        yield "gradients stay", replace(workload, plan=plan.model_copy(update={"state": stays}))
     if plan.retain.away:
         yield "activations stay", replace(workload, plan=plan.model_copy(update={"retain": RetainSpec()}))
     else:

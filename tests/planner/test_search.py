@@ -10,7 +10,7 @@ from megalith.cost.constants import calibration
 from megalith.cost.estimate import estimate
 from megalith.cost.parts import parts
 from megalith.cost.workload import Workload
-from megalith.planner.candidates import Space, candidates, finer, is_ring, offloaded, segmented
+from megalith.planner.candidates import Space, candidates, finer, is_ring, lighter_states, offloaded, segmented
 from megalith.planner.named import NAMED
 from megalith.planner.plan_result import short
 from megalith.planner.search import Scorer, assumed, search
@@ -366,6 +366,19 @@ def test_gradients_are_released_where_state_on_disk_is_not_enough():
     for others in ({"global_batch": 2}, {"global_batch": 1, "format": "fp32"}, {"global_batch": 1, "optimizer": "muon"}):
         other = ask(**others).best
         assert other is None or not other.plan.state.release
+
+
+def test_a_layout_that_releases_gradients_says_so():
+    assert short(Plan(zero=0, state=StateSpec(release=True))) == "d1 z0 m1 released"
+    held = "d1 z3 m1 o100 weights released"
+    assert short(Plan(zero=3, state=StateSpec(optimizer="host", weights="host", release=True))) == held
+
+
+def test_state_in_memory_is_released_last():
+    """Each step is then computed twice, so everything else is tried before."""
+    order = [state for group in lighter_states((0.5, 1.0)) for state in group]
+    twice = [state.release and state.optimizer != "disk" for state in order]
+    assert twice == sorted(twice) and any(twice) and lighter_states(()) == []
 
 
 @pytest.mark.parametrize("format", ["bf16", "fp32"])
