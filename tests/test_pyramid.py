@@ -3,12 +3,14 @@
 import os
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from megalith import pyramid
 from megalith.pyramid import FAN, Reader, Writer
+from megalith.pyramid.format import segments
 
 ALL = [slice(0, 3)]
 
@@ -70,6 +72,19 @@ def test_steps_that_are_done_again_come_again_in_the_order_of_their_doing(tmp_pa
     view = Reader(tmp_path).read(ALL, most=100)
     assert view.first.tolist() == [*range(1, 26), *range(21, 41)]
     assert view.piece.tolist() == [0] * 25 + [1] * 20
+
+
+def test_a_short_piece_has_few_files_which_are_listed_once(tmp_path: Path) -> None:
+    """Each restart of a run begins a piece. Once, its 13 files were listed 26 times, and after 300 restarts this took a second."""
+    for piece in range(40):
+        with mock.patch("megalith.pyramid.writer.segments", side_effect=segments) as listed:
+            _write(tmp_path, range(piece + 1, piece + 6))
+        assert listed.call_count == 1
+    assert len(list(tmp_path.iterdir())) == 40 * 4  # five steps: records of 1, of 4, of 4 + 1, and one at the coarsest level
+    view = Reader(tmp_path).read(ALL, most=1000)
+    assert view.steps.sum() == 40 * 5 and (view.steps == 1).all()
+    view = Reader(tmp_path).read(ALL, most=40)
+    assert len(view) == 80 and view.steps.tolist() == [4, 1] * 40
 
 
 @pytest.mark.slow

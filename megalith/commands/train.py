@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -214,6 +215,11 @@ def _followed(
     return ended(folder, code, message, live_line)
 
 
+LOOK_SECONDS = 0.1
+"""Least time between two looks at a run's log: the caller watches ranks 50 times a second, and each look opens files, perhaps on a network
+file system."""
+
+
 @contextmanager
 def followed(
     folder: Path,
@@ -237,10 +243,14 @@ def followed(
         WatchHelpers(folder, serves=watch, alerts=spec.alerts, log=spec.log, epoch=epoch) as helpers,
         LiveLine(folder, spec.train.steps, console, errors=errors, on_event=on_event) as live_line,
     ):
+        looked = -LOOK_SECONDS
 
         def tick() -> None:
-            live_line.poll()
-            helpers.poll()
+            nonlocal looked
+            if time.monotonic() - looked >= LOOK_SECONDS:
+                live_line.poll()
+                helpers.poll()
+                looked = time.monotonic()
 
         yield live_line, tick
 

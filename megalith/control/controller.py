@@ -90,6 +90,7 @@ class Controller:
         self._report = ""
         self._stop_code: int | None = None
         self._done = -1  # steps this generation has done
+        self._restored = 0  # steps in the copy that it restored
         self._begun = -1  # the furthest step any generation began
         self._end_now = False
         self._seen: list[TimedObservation] = []
@@ -119,7 +120,7 @@ class Controller:
         return self._listed is not None
 
     def _generation(self, order: Start) -> None:
-        self._next, self._done, self._end_now = None, -1, False
+        self._next, self._done, self._end_now, self._restored = None, -1, False, order.source.step
         self._shrunk = isinstance(order, commands.Shrink)
         self._placement = order.nodes[: self._state.least] if isinstance(order, commands.Shrink) else order.placement
         self._pause(order.after if isinstance(order, commands.Restart) else 0.0)
@@ -142,6 +143,7 @@ class Controller:
             self._outcome = without_ranks(ExitCode.TERMINATED)
             return
         outcome, before = watch.until_all_ended(self._turn), self._incidents
+        self._progress(self._nodes.beats())
         for seen in self._after(watch, outcome):
             self._take(seen)
         if self._incidents > before and not self._stores.run_folder_away:
@@ -251,7 +253,7 @@ class Controller:
         least = min(steps)
         if least >= 0 and self._done < 0:
             self._close_incidents(least)
-            self._done = least
+            self._done = min(least, self._restored)  # the ranks may have finished steps since the last poll
         self._begun = max(self._begun, *steps)
         if least > self._done:
             self._done = least

@@ -45,8 +45,14 @@ class Writer:
         folder.mkdir(exist_ok=True)
         self._folder, self._kind, self._width, self._keep = folder, kind, width, keep
         self._type = TYPES[kind]
-        self._piece = 1 + max((segment.piece for segment in segments(folder)), default=-1)
-        self._files: dict[int, tuple[int, int]] = {}  # level -> descriptor, records in it
+        before = segments(folder)
+        self._piece = 1 + max((segment.piece for segment in before), default=-1)
+        self._done: dict[int, list[tuple[str, int]]] = {level: [] for level in range(LEVELS)}
+        """Level -> paths and sizes of its complete files, oldest first. Runs that restarted often have thousands of files, so they are
+        listed once."""
+        for segment in before:
+            self._done.setdefault(segment.level, []).append((segment.path, segment.size))
+        self._files: dict[int, tuple[int, int, str]] = {}  # level -> descriptor, records in it, path
         self._open: dict[int, _Sum] = {}
 
     def append(self, step: int, values: NDArray, *, time: float | None = None, bases: tuple[float, float] = (0.0, 0.0)) -> None:
@@ -96,13 +102,15 @@ class Writer:
             return np.fmin(one, other)
         return np.minimum(one - np.uint8(1), other - np.uint8(1)) + np.uint8(1)  # 0, a missing value, counts as the most
 
-    def _end(self, level: int) -> None:
+    def _end(self, level: int, *, repeats: bool = True) -> None:
+        """End the open record of a level, and add it to the next level's. `repeats`: write it even if it has one finer record only."""
         held = self._open.pop(level)
         arrays, bases = [held.low, held.high], held.bases / held.steps
         if held.total is not None and held.known is not None:
             with np.errstate(invalid="ignore"):
                 arrays.append((held.total / held.known).astype(self._type))
-        self._write(level, held.first, held.last, held.steps, held.time, (float(bases[0]), float(bases[1])), arrays)
+        if repeats or held.records > 1:
+            self._write(level, held.first, held.last, held.steps, held.time, (float(bases[0]), float(bases[1])), arrays)
         self._feed(level + 1, held.first, held.last, held.steps, held.time, bases, held.low, held.high, held.total, held.known)
 
     def _write(
@@ -111,40 +119,49 @@ class Writer:
         head = HEAD.pack(first, last, steps, time, *bases)
         record = head + SUM.pack(zlib.crc32(head)) + b"".join(array.tobytes() for array in arrays)
         if level in self._files and self._files[level][1] >= self._most(level):
-            os.close(self._files.pop(level)[0])
+            self._end_file(level)
         if level not in self._files:
-            self._files[level] = self._begin(level, first), 0
-        file, records = self._files[level]
+            self._files[level] = self._begin(level, first)
+        file, records, path = self._files[level]
         try:
             if os.write(file, record) < len(record):
                 raise OSError(28, os.strerror(28))
         except OSError:
-            os.close(self._files.pop(level)[0])  # later records go to another file
+            self._end_file(level)  # later records go to another file
             raise
-        self._files[level] = file, records + 1
+        self._files[level] = file, records + 1, path
+
+    def _end_file(self, level: int) -> None:
+        file, _, path = self._files.pop(level)
+        self._done[level].append((path, os.fstat(file).st_size))
+        os.close(file)
 
     def _most(self, level: int) -> int:
         return max(self._keep // SEGMENTS // record_bytes(self._kind, self._width, level), MINIMUM // SEGMENTS)
 
-    def _begin(self, level: int, first: int) -> int:
-        """Begin a file, and remove the level's oldest files if the level has more bytes than it may keep."""
-        older = [segment for segment in segments(self._folder) if segment.level == level]
+    def _begin(self, level: int, first: int) -> tuple[int, int, str]:
+        """Begin a file, and remove the level's oldest files if the level has more bytes than it may keep. Return the descriptor, the number
+        of records, and the path."""
         room = max(self._keep, MINIMUM * record_bytes(self._kind, self._width, level))
-        for segment in reversed(older):
-            room -= segment.size
-            if room < 0:
-                Path(segment.path).unlink(missing_ok=True)
-        path = self._folder / name_of(self._piece, level, first)
+        files, kept = self._done[level], list[tuple[str, int]]()
+        while files and room >= files[-1][1]:
+            room -= files[-1][1]
+            kept.insert(0, files.pop())
+        for path, _ in files:
+            Path(path).unlink(missing_ok=True)
+        self._done[level] = kept
+        path = str(self._folder / name_of(self._piece, level, first))
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC, 0o644)
         os.write(file, FILE.pack(MAGIC, list(TYPES).index(self._kind), level, self._width))
-        return file
+        return file, 0, path
 
     def close(self) -> None:
-        """Write the incomplete records, which then cover fewer steps, and close the files. No OSError is raised."""
+        """Write the incomplete records, which then cover fewer steps, and close the files. An incomplete record that would repeat a
+        single finer one is only written at the coarsest level, whose records outlast all others. No OSError is raised."""
         with contextlib.suppress(OSError):
             for level in range(1, LEVELS):
                 if level in self._open:
-                    self._end(level)
-        for file, _ in self._files.values():
+                    self._end(level, repeats=level == LEVELS - 1)
+        for file, *_ in self._files.values():
             os.close(file)
         self._files.clear()

@@ -27,6 +27,7 @@ from megalith.fleet import injection
 from megalith.fleet.causes import Failure
 from megalith.fleet.commands import Restart
 from megalith.fleet.exit_codes import ExitCode
+from megalith.fleet.heartbeat import Beat
 from megalith.fleet.injection import Injection
 from megalith.fleet.job import Job
 from megalith.fleet.nodes import Generation
@@ -254,6 +255,19 @@ def test_reports_while_ranks_end_hides_no_failure(tmp_path: Path) -> None:
     for one in seen:
         controller._take(one)
     assert controller._next is not None
+
+
+@pytest.mark.parametrize(("begun", "finished"), [(7, False), (8, True)])
+def test_a_step_that_was_finished_between_two_polls_counts(begun: int, finished: bool, tmp_path: Path) -> None:
+    """The ranks restored the state after step 7. When they are first seen, they are in a later step. Once, only a step that was seen to
+    begin and to end counted, so that a slow supervisor stopped a run for ten starts without a finished step."""
+    nodes = SimpleNamespace(there=lambda: ("a", "b"), survey=lambda placement: (Copy(Tier.STORE, 7),))
+    (tmp_path / "ranks").mkdir()
+    job = Job("nobody:calls", {}, ranks=2, run_dir=tmp_path)
+    controller = Controller(job, fleet=FLEET, nodes=cast(Any, nodes), store=lambda: (), requests=[])
+    controller._state, controller._restored = replace(controller._state, fruitless=3), 7
+    controller._progress([Beat(count=5, step=begun, ready=True)] * 2)
+    assert controller._state.fruitless == (0 if finished else 3)
 
 
 def test_a_node_told_to_go_while_the_ranks_save_for_another_leaves_too(tmp_path: Path) -> None:
