@@ -40,7 +40,7 @@ from megalith.train.assemble import Trainer, assemble, mesh_groups
 from megalith.train.batches import indices
 from megalith.train.guard import StateGuard
 from megalith.train.step import train_step
-from megalith.train.step_hooks import notify
+from megalith.train.step_hooks import Attendants
 
 
 class Taken(NamedTuple):
@@ -126,8 +126,8 @@ class Way:
         began, worked = time.perf_counter(), time.process_time()
         for step, microbatches in enumerate(samples, start=first):
             step_hooks: list[Any] = [clocked] if clocked else []
-            notify(step_hooks, "before_step", trainer, step)
-            train_step(trainer, microbatches, step=step, step_hooks=step_hooks)
+            Attendants(step_hooks).notify("before_step", trainer, step)
+            train_step(trainer, microbatches, step=step, attendants=Attendants(step_hooks))
             if clocked and clocked.guard.due(step + 1):
                 clocked.copy(step + 1, 0)
         seconds, inside = torch.tensor(time.perf_counter() - began), clocked.seconds if clocked else 0.0

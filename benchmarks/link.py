@@ -48,6 +48,7 @@ from megalith.train.restore import read_portion
 from megalith.train.sites.meet import build
 from megalith.train.sites.synchronous import SynchronousSites
 from megalith.train.step import train_step
+from megalith.train.step_hooks import Attendants
 from megalith.train.stream import open_stream
 from megalith.train.validate import Validator
 
@@ -267,7 +268,7 @@ def train(rank: int, spec: RunSpec, folder: str, secret: str, addresses: Sequenc
         assert turn.share is not None
         if not step_seconds:
             microbatches = read_portion(stream, spec, turn.share, 0)
-            sites.note(train_step(trainer, microbatches, step=step, step_hooks=sites.step_hooks).loss)
+            sites.note(train_step(trainer, microbatches, step=step, attendants=Attendants(sites.step_hooks)).loss)
         time.sleep(max(0.0, end - time.perf_counter()))
         if step_seconds and isinstance(sites, SynchronousSites):
             sites.exchange({}, step, 0.0)  # gradients of zeros

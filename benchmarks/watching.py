@@ -33,6 +33,7 @@ from megalith.train.batches import indices
 from megalith.train.stability.findings import Findings
 from megalith.train.stability.healer import Data, Healer
 from megalith.train.step import decision_of, remember, train_step, vitals_of
+from megalith.train.step_hooks import Attendants
 from megalith.train.tally import StepTotals
 
 ROOT, BLOCK, WARM = Path(__file__).resolve().parents[1], 2, 20
@@ -109,7 +110,7 @@ def measure(rank: int, spec: RunSpec, rounds: int) -> dict[str, float]:
             trainer.state.history = known
             totals = StepTotals(squares=known.norms[-1] ** 2, loss=known.losses[-1], stop=False, resident=0)
             began = time.thread_time()
-            vitals = vitals_of(trainer, totals, None, step=step, healer=healer)
+            vitals = vitals_of(trainer, totals, None, step=step, attendants=Attendants(healer=healer))
             remember(
                 trainer, decision_of(trainer, vitals), vitals, totals=totals, lr=trainer.lr, healer=healer, findings=Findings()
             )

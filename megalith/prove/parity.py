@@ -39,7 +39,7 @@ from megalith.train.own.admit import admit
 from megalith.train.post_validation import Unchecked
 from megalith.train.run import choose_device, join
 from megalith.train.step import accumulate, conclude, train_step, update
-from megalith.train.step_hooks import StepHook, notify
+from megalith.train.step_hooks import Attendants, StepHook
 from megalith.train.tally import StepGradients, StepTotals
 
 OPTIMIZER = {"warmup": 0, "adaptive_clip_after": 1, "lr": 1e-4, "schedule": "constant", "eps": 1e-5, "iteration": "fp32"}
@@ -171,7 +171,7 @@ class Recorder:
             routings = [stack.enter_context(recording(stage)) for stage in trainer.stages.values()]
             seen = stack.enter_context(maxima())
             accumulated = accumulate(trainer, samples, check=self._late)
-        notify(self._hooks, "after_reduction", trainer, step, accumulated.executed.nll)
+        Attendants(self._hooks).notify("after_reduction", trainer, step, accumulated.executed.nll)
         self._totals += [self._late.totals] if self._late else []
         kept.gradients.append(_together({name: gradient_of(p) for name, p in trainer.parameters.items()}, trainer))
         kept.routing.append(_all_routed(trainer, accumulated, routings))

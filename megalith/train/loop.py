@@ -32,7 +32,7 @@ from megalith.train.sites.merge import Sites
 from megalith.train.sites.progress import StepShare, StopAsked
 from megalith.train.stability.healer import Healer
 from megalith.train.step import seed_step
-from megalith.train.step_hooks import Referee, StepHook, notify
+from megalith.train.step_hooks import ALONE, Attendants, StepHook
 from megalith.train.stepper import Stepper
 from megalith.train.tally import StepResult
 from megalith.train.validate import Validator
@@ -58,13 +58,9 @@ def nothing_left(done: int, *, steps: int) -> str:
     )
 
 
-def stepper_of(
-    trainer: Trainer, *, step_hooks: Sequence[StepHook] = (), referee: Referee | None = None, healer: Healer | None = None
-) -> Stepper:
-    """Return the stepper that the trainer's plan needs. `referee`, one of the `step_hooks`, repeats a step whose gradients are not finite;
-    `healer` responds to spikes."""
-    kind = LateStepper if trainer.spec.plan.post_validation else Stepper
-    return kind(trainer, step_hooks=step_hooks, referee=referee, healer=healer)
+def stepper_of(trainer: Trainer, attendants: Attendants = ALONE) -> Stepper:
+    """Return the stepper that the trainer's plan needs."""
+    return (LateStepper if trainer.spec.plan.post_validation else Stepper)(trainer, attendants)
 
 
 @dataclass(frozen=True)
@@ -105,13 +101,14 @@ class Loop:
         self.validator = validator
         self.precision = PrecisionWatch.of(trainer, self.reader.read, log=log, beat=heartbeat.beat)
         self.guard, self.sites = guard, sites
-        self._step_hooks = [*step_hooks, *(sites.step_hooks if sites else ()), *([guard] if guard else [])]
+        hooks = [*step_hooks, *(sites.step_hooks if sites else ()), *([guard] if guard else [])]
         healer = (
             Healer(trainer, self.reader.data(), checkpointer=checkpointer, guard=guard, beat=heartbeat.beat)
             if self.spec.stability.watch
             else None
         )
-        self._stepper = stepper_of(trainer, step_hooks=self._step_hooks, referee=guard, healer=healer)
+        self._attendants = Attendants(hooks, guard, healer)
+        self._stepper = stepper_of(trainer, self._attendants)
         self._timed: dict[int, _Timed] = {}  # of the steps whose outcome is not known yet
         self._first = self._drew = position.step
         self._collector = Collector()
@@ -233,7 +230,7 @@ class Loop:
             self.precision.measure(self.step)
         began, worked, step = time.perf_counter(), time.thread_time(), self.step
         self.heartbeat.beat(self._doing, step, compute=self._compute, measured=self._measured)
-        notify(self._step_hooks, "before_step", self.trainer, step)
+        self._attendants.notify("before_step", self.trainer, step)
         seed_step(self.trainer, step)
         microbatches = self.reader.read(step)
         read = time.perf_counter() - began

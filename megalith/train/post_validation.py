@@ -32,7 +32,7 @@ from megalith.train.step import (
     train_step,
     vitals_of,
 )
-from megalith.train.step_hooks import FirstComputation, Healer, Referee, StepHook, notify
+from megalith.train.step_hooks import ALONE, Attendants, FirstComputation
 from megalith.train.stepper import Stepper
 from megalith.train.tally import NO_OUTCOME, Balance, Mark, Outcome, StepGradients, StepResult, StepTotals, stepped
 
@@ -62,35 +62,32 @@ class Unchecked:
         *,
         step: int,
         stop: bool = False,
-        step_hooks: Sequence[StepHook] = (),
-        referee: Referee | None = None,
-        healer: Healer | None = None,
+        attendants: Attendants = ALONE,
     ) -> None:
-        """`referee`, `healer`: see `train_step`."""
-        self.trainer, self.step, self.step_hooks, self.lr = trainer, step, step_hooks, trainer.lr
-        self._referee, self._healer = referee, healer
+        self.trainer, self.step, self.lr = trainer, step, trainer.lr
+        self._attendants, self._healer = attendants, attendants.healer
         self._gathering = AllGatherTotals(trainer, accumulated.executed, stop=stop)
         self._before = [tensor.clone() for tensor in trainer.state.changed()]
         self._routers_before = [buffer.clone() for buffer in trainer.state.buffers.values()]
         self._scale_before = accumulated.scale
         self._usual_before = [norms.clone() for norms in trainer.state.usual.values()]
         trainer.clip(1.0, number=trainer.state.updates)
-        notify(step_hooks, "before_update", trainer, step)
+        attendants.notify("before_update", trainer, step)
         trainer.update()
         self.updates = trainer.state.updates  # the next step is under way when this one is reported
         trainer.update_router_biases()
         self._tell_of_update()
 
     def _tell_of_update(self) -> None:
-        notify(self.step_hooks, "after_update", self.trainer, self.step)
-        notify(self.step_hooks, "after_step", self.trainer, self.step)
+        self._attendants.notify("after_update", self.trainer, self.step)
+        self._attendants.notify("after_step", self.trainer, self.step)
 
     def holds(self) -> bool:
         """Wait for the totals; return True, and drop the gradients and copies, if the totals lead to the decision that the update
         assumed."""
         self.totals = self._gathering.wait()
         self.balance = Balance(self.trainer)  # awaited when the step is told, after a row in which all ranks get here
-        how = {"referee": self._referee, "healer": self._healer, "updates": self.updates - 1, "lr": self.lr}
+        how = {"attendants": self._attendants, "updates": self.updates - 1, "lr": self.lr}
         self._vitals = vitals_of(self.trainer, self.totals, self._scale_before, step=self.step, **how)
         self.decision = decision_of(self.trainer, self._vitals)
         right = self.decision == Update(1.0)
@@ -119,7 +116,7 @@ class Unchecked:
             self._drop_copies()
             self._remember()
             # adaptive clipping never follows a factor: it begins where clipping by the global norm ends
-            clipped_update(self.trainer, self.decision.factor, step=self.step, step_hooks=self.step_hooks, clipped=True)
+            clipped_update(self.trainer, self.decision.factor, step=self.step, attendants=self._attendants, clipped=True)
             self.outcome = replace(self.outcome, clipped=self.decision.factor != 1.0)
             self._tell_of_update()  # the step's tokens have been counted, whatever the factor
             return
@@ -128,7 +125,7 @@ class Unchecked:
         self._drop_copies()
         if isinstance(self.decision, Rerun):
             raise Undone(FirstComputation(self.decision.reason, self.totals))
-        more = {"totals": self.totals, "step_hooks": self.step_hooks, "healer": self._healer, "late": True}
+        more = {"totals": self.totals, "attendants": replace(self._attendants, referee=None), "late": True}
         self.outcome = carry_out(self.trainer, self.decision, self._vitals, **more)
 
     def batches(self, begun: Sequence[Batch]) -> Sequence[Batch]:
@@ -186,12 +183,12 @@ class LateStepper(Stepper):
         SpikeError for the previous step; the weights are then those from before that step."""
         trainer, began = self.trainer, time.perf_counter()
         accumulated, told = self._accumulate(microbatches, step)
-        notify(self.step_hooks, "after_reduction", trainer, step, accumulated.executed.nll)
-        who = {"step_hooks": self.step_hooks, "referee": self.referee, "healer": self.healer}
+        self.attendants.notify("after_reduction", trainer, step, accumulated.executed.nll)
         if self._early.paused and not told:
-            return [self._noted(finish_step(trainer, microbatches, accumulated, began=began, step=step, stop=stop, **who))]
+            how = {"step": step, "stop": stop, "attendants": self.attendants}
+            return [self._noted(finish_step(trainer, microbatches, accumulated, began=began, **how))]
         start = trainer.executor.clock.mark()
-        unchecked = Unchecked(trainer, accumulated, step=step, stop=stop, **who)
+        unchecked = Unchecked(trainer, accumulated, step=step, stop=stop, attendants=self.attendants)
         optimizer = ("optimizer", start, trainer.executor.clock.mark())
         self._open = _Open(unchecked, microbatches, stop, accumulated, optimizer, time.perf_counter() - began)
         return told
@@ -225,8 +222,8 @@ class LateStepper(Stepper):
     def _again(self, before: FirstComputation) -> StepResult:
         assert self._open is not None
         done, self._open = self._open, None
-        how = {"stop": done.stop, "step_hooks": self.step_hooks, "referee": self.referee, "healer": self.healer}
-        return self._noted(train_step(self.trainer, done.microbatches, step=done.unchecked.step, **how, before=before))
+        how = {"step": done.unchecked.step, "stop": done.stop, "attendants": self.attendants, "before": before}
+        return self._noted(train_step(self.trainer, done.microbatches, **how))
 
     def _tell(self) -> list[StepResult]:
         if self._open is None:

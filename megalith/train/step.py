@@ -24,7 +24,7 @@ from megalith.train.offload.release import UnequalPassesError
 from megalith.train.stability.findings import Findings, SpikeError, lowered_event, spike_event
 from megalith.train.stability.loss_scale import Scale
 from megalith.train.stability.refusal import overflowed, refusal, where_not_finite
-from megalith.train.step_hooks import FirstComputation, Healer, Referee, StepHook, notify
+from megalith.train.step_hooks import ALONE, Attendants, FirstComputation, Healer
 from megalith.train.tally import Balance, Outcome, StepGradients, StepResult, StepTotals, stepped
 
 
@@ -59,23 +59,21 @@ def train_step(
     *,
     step: int,
     stop: bool = False,
-    step_hooks: Sequence[StepHook] = (),
-    referee: Referee | None = None,
-    healer: Healer | None = None,
+    attendants: Attendants = ALONE,
     before: FirstComputation | None = None,
 ) -> StepResult:
     """Train on this rank's microbatches of step `step` (0 is the first). All ranks call this together.
 
     `stop`: this rank was asked to stop; the result shows this on every rank. `before`: the first computation of a step that is computed
-    again. With a `referee`, a step with non-finite numbers is computed twice; with a `healer`, the first step of a spike is too. If
-    `stability` ends the run, raises gradients.NotFinite (which names the step and the parameters) for a NaN or infinite loss or gradient,
-    and SpikeError for a spike, before any weight has changed.
+    again. With a referee among the `attendants`, a step with non-finite numbers is computed twice; with a healer, so is the first step of
+    a spike. If `stability` ends the run, raises gradients.NotFinite (which names the step and the parameters) for a NaN or infinite loss or
+    gradient, and SpikeError for a spike, before any weight has changed.
     """
-    findings = _put_back(before, step, referee=referee, healer=healer)
+    findings = _put_back(before, step, attendants)
     began = time.perf_counter()
-    accumulated = first_pass(trainer, microbatches, step=step, step_hooks=step_hooks)
-    notify(step_hooks, "after_reduction", trainer, step, accumulated.executed.nll)
-    how = {"step": step, "stop": stop, "step_hooks": step_hooks, "referee": referee, "healer": healer}
+    accumulated = first_pass(trainer, microbatches, step=step, attendants=attendants)
+    attendants.notify("after_reduction", trainer, step, accumulated.executed.nll)
+    how = {"step": step, "stop": stop, "attendants": attendants}
     return finish_step(trainer, microbatches, accumulated, began=began, before=before, findings=findings, **how)
 
 
@@ -87,9 +85,7 @@ def finish_step(
     began: float,
     step: int,
     stop: bool = False,
-    step_hooks: Sequence[StepHook] = (),
-    referee: Referee | None = None,
-    healer: Healer | None = None,
+    attendants: Attendants = ALONE,
     before: FirstComputation | None = None,
     findings: Findings | None = None,
 ) -> StepResult:
@@ -101,16 +97,17 @@ def finish_step(
         same = same_numbers(before.totals, computed.totals)
         reported = before.reason == "not finite" and REPORTS in os.environ
         findings = replace(findings, repeated=same, first=before.words, reported=reported)
-    who = {"before": before, "referee": referee, "healer": healer, "sound": findings.sound}
-    known = vitals_of(trainer, computed.totals, accumulated.scale, step=step, **who)
+    known = vitals_of(
+        trainer, computed.totals, accumulated.scale, step=step, before=before, attendants=attendants, sound=findings.sound
+    )
     decision = decision_of(trainer, known)
     if trainer.release is not None and not isinstance(decision, Update):
         trainer.release.take_back()
     if isinstance(decision, Rerun):
-        again = {"step": step, "stop": stop, "step_hooks": step_hooks, "referee": referee, "healer": healer}
-        return train_step(trainer, microbatches, **again, before=FirstComputation(decision.reason, computed.totals))
+        before = FirstComputation(decision.reason, computed.totals)
+        return train_step(trainer, microbatches, step=step, stop=stop, attendants=attendants, before=before)
     start, lr = trainer.executor.clock.mark(), trainer.lr
-    after = {"totals": computed.totals, "step_hooks": step_hooks, "referee": referee, "healer": healer, "findings": findings}
+    after = {"totals": computed.totals, "attendants": attendants, "findings": findings}
     outcome = carry_out(trainer, decision, known, microbatches=microbatches, **after)
     passes = computed.accumulated
     if outcome.second is not None:
@@ -123,11 +120,11 @@ def finish_step(
     return replace(found, updates=trainer.state.updates, outcome=replace(outcome, second=None))
 
 
-def _put_back(before: FirstComputation | None, step: int, *, referee: Referee | None, healer: Healer | None) -> Findings:
-    if before is not None and before.reason == "spike" and healer is not None:
-        return healer.examine(before, step)
-    if before is not None and referee is not None:
-        referee.rerun(step)
+def _put_back(before: FirstComputation | None, step: int, attendants: Attendants) -> Findings:
+    if before is not None and before.reason == "spike" and attendants.healer is not None:
+        return attendants.healer.examine(before, step)
+    if before is not None and attendants.referee is not None:
+        attendants.referee.rerun(step)
     return Findings()
 
 
@@ -160,18 +157,16 @@ def accumulate(trainer: Trainer, microbatches: Sequence[Samples], *, check: Chec
     return StepGradients(executed, batches, [("data", start, ready), ("communication", done, clock.mark())], trainer.state.scale)
 
 
-def first_pass(
-    trainer: Trainer, microbatches: Sequence[Samples], *, step: int, step_hooks: Sequence[StepHook] = ()
-) -> StepGradients:
+def first_pass(trainer: Trainer, microbatches: Sequence[Samples], *, step: int, attendants: Attendants = ALONE) -> StepGradients:
     """Compute the step's gradients, and keep them on the parameters; with `Trainer.release`, update each part (unless such
     updates are paused) once its gradients are reduced, and free them."""
     if trainer.release is None:
         return accumulate(trainer, microbatches)
-    return releasing(trainer, microbatches, None if trainer.release.early.paused else 1.0, step=step, step_hooks=step_hooks)
+    return releasing(trainer, microbatches, None if trainer.release.early.paused else 1.0, step=step, attendants=attendants)
 
 
 def releasing(
-    trainer: Trainer, microbatches: Sequence[Samples], factor: float | None, *, step: int, step_hooks: Sequence[StepHook]
+    trainer: Trainer, microbatches: Sequence[Samples], factor: float | None, *, step: int, attendants: Attendants
 ) -> StepGradients:
     """Run forwards and backwards. After a part's gradients are reduced, multiply them by `factor`, update the part, and free the gradients;
     `factor` None: measure gradients without an update. `released_update` later counts or undoes the update."""
@@ -180,7 +175,7 @@ def releasing(
         "with several microbatches, gradients are complete only after the last microbatch"
     )
     if factor is not None:
-        notify(step_hooks, "before_update", trainer, step)
+        attendants.notify("before_update", trainer, step)
     with release.during(trainer.asked(factor), loss_scale=trainer.gradient_scale):
         found = accumulate(trainer, microbatches)
     executed = replace(found.executed, marks=[*found.executed.marks, *release.marks])
@@ -285,8 +280,7 @@ def vitals_of(
     *,
     step: int,
     before: FirstComputation | None = None,
-    referee: Referee | None = None,
-    healer: Healer | None = None,
+    attendants: Attendants = ALONE,
     sound: bool | None = None,
     updates: int | None = None,
     lr: float | None = None,
@@ -301,8 +295,8 @@ def vitals_of(
         updates=state.updates if updates is None else updates,
         skipped=state.unusable,
         tries=int(before is not None),
-        repeatable=referee is not None,
-        attended=healer is not None,
+        repeatable=attendants.referee is not None,
+        attended=attendants.healer is not None,
         sound=sound,
         scale=scale,
         lr=trainer.lr if lr is None else lr,
@@ -345,9 +339,7 @@ def carry_out(
     vitals: Vitals,
     *,
     totals: StepTotals,
-    step_hooks: Sequence[StepHook] = (),
-    referee: Referee | None = None,
-    healer: Healer | None = None,
+    attendants: Attendants = ALONE,
     findings: Findings | None = None,
     late: bool = False,
     microbatches: Sequence[Samples] = (),
@@ -356,7 +348,7 @@ def carry_out(
     needed if its gradients are freed inside the backward. Raises gradients.NotFinite, the referee's exception, or SpikeError if the run
     must stop.
     """
-    step, target = vitals.step, None
+    step, healer, target = vitals.step, attendants.healer, None
     if isinstance(decision, Rewind):
         target = healer.target(decision.at_most) if healer is not None else None
         decision = decision if target is not None else decision.otherwise
@@ -367,12 +359,12 @@ def carry_out(
         case Update(factor, lowered):
             clipped = factor != 1.0
             if trainer.release is None:
-                clipped_update(trainer, factor, step=step, step_hooks=step_hooks)
+                clipped_update(trainer, factor, step=step, attendants=attendants)
             else:
-                second, paused = released_update(trainer, microbatches, factor, step=step, step_hooks=step_hooks)
+                second, paused = released_update(trainer, microbatches, factor, step=step, attendants=attendants)
                 events += paused
             trainer.update_router_biases()
-            notify(step_hooks, "after_update", trainer, step)
+            attendants.notify("after_update", trainer, step)
             events += [lowered_event(trainer.spec.stability, vitals)] if lowered else []
         case Skip(skipped, spike, after):
             if after is not None:
@@ -384,7 +376,7 @@ def carry_out(
                 trainer.state.scale = trainer.state.scale._replace(good=0)
             trainer.drop()
             trainer.state.skipped += 1
-            notify(step_hooks, "update_skipped", trainer, step)
+            attendants.notify("update_skipped", trainer, step)
         case Rewind(skipped):
             assert healer is not None
             spike = True
@@ -395,31 +387,29 @@ def carry_out(
             if spike:
                 raise SpikeError(f"step {step + 1}: {reason}. {found.words}")
             error = refusal(trainer, reason, step=step)
-            if referee is not None:
-                referee.blame(error, step)
+            if attendants.referee is not None:
+                attendants.referee.blame(error, step)
             raise error
         case Rerun():
             raise AssertionError("a step that must be computed again has no decision to carry out")
-    notify(step_hooks, "after_step", trainer, step)
+    attendants.notify("after_step", trainer, step)
     if found.to_log or found.accident:
         events.insert(0, spike_event(vitals, decision, found))
     return Outcome(skipped, spike, tuple(events), overflow, clipped=clipped, passes=1 + (second is not None), second=second)
 
 
-def update(trainer: Trainer, computed: GradientsWithTotals, *, step: int, step_hooks: Sequence[StepHook] = ()) -> None:
+def update(trainer: Trainer, computed: GradientsWithTotals, *, step: int, attendants: Attendants = ALONE) -> None:
     """Clip the gradients, update the weights, and drop the gradients."""
     vitals = vitals_of(trainer, computed.totals, computed.accumulated.scale, step=step)
-    carry_out(trainer, decision_of(trainer, vitals), vitals, totals=computed.totals, step_hooks=step_hooks)
+    carry_out(trainer, decision_of(trainer, vitals), vitals, totals=computed.totals, attendants=attendants)
 
 
-def clipped_update(
-    trainer: Trainer, factor: float, *, step: int, step_hooks: Sequence[StepHook] = (), clipped: bool = False
-) -> None:
+def clipped_update(trainer: Trainer, factor: float, *, step: int, attendants: Attendants = ALONE, clipped: bool = False) -> None:
     """Multiply the gradients by `factor`, update the weights, and drop the gradients. `clipped`: `Trainer.clip` was already called with a
     factor of 1."""
     if factor != 1.0 or not clipped:
         trainer.clip(factor, number=trainer.state.updates)
-    notify(step_hooks, "before_update", trainer, step)
+    attendants.notify("before_update", trainer, step)
     if trainer.ahead is not None:
         trainer.update_ahead()
         return
@@ -428,7 +418,7 @@ def clipped_update(
 
 
 def released_update(
-    trainer: Trainer, microbatches: Sequence[Samples], factor: float, *, step: int, step_hooks: Sequence[StepHook]
+    trainer: Trainer, microbatches: Sequence[Samples], factor: float, *, step: int, attendants: Attendants
 ) -> tuple[StepGradients | None, list[Event]]:
     """Count the update that was made inside the backward. If there was none, or it used a wrong factor or learning rate, undo it, and
     compute the step again with the right ones. Return this second pass, if there was one, and the events for the log. Raises
@@ -439,7 +429,7 @@ def released_update(
         release.take_back()
         trainer.forget()
         seed_step(trainer, step)
-        second = releasing(trainer, microbatches, factor, step=step, step_hooks=step_hooks)
+        second = releasing(trainer, microbatches, factor, step=step, attendants=attendants)
         trainer.noise.take(trainer.device)  # the first pass's sum is known
         if bad := release.not_finite():
             raise UnequalPassesError(bad, step=step)

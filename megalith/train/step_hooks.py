@@ -42,12 +42,6 @@ class StepHook(Protocol):
         """Called when the state will not change until the next update."""
 
 
-def notify(step_hooks: Sequence[StepHook], point: HookPoint, trainer: Trainer, step: int, *more: torch.Tensor) -> None:
-    """Call the method `point` of all hooks, in order. `more`: further arguments of the method."""
-    for hook in step_hooks:
-        getattr(hook, point)(trainer, step, *more)
-
-
 @dataclass(frozen=True)
 class FirstComputation:
     """The reason for recomputing a step, and the totals of its first computation."""
@@ -95,3 +89,23 @@ class Referee(Protocol):
     def blame(self, error: gradients.NotFinite, step: int) -> None:
         """Report the rank whose numbers were not finite in both computations of a step. Raises Reported if there is a supervisor."""
         ...
+
+
+@dataclass(frozen=True)
+class Attendants:
+    """The objects that a step calls."""
+
+    hooks: Sequence[StepHook] = ()
+    referee: Referee | None = None
+    """One of the hooks, which repeats a step whose numbers are not finite."""
+    healer: Healer | None = None
+    """Responds to spikes."""
+
+    def notify(self, point: HookPoint, trainer: Trainer, step: int, *more: torch.Tensor) -> None:
+        """Call the method `point` of all hooks, in order. `more`: further arguments of the method."""
+        for hook in self.hooks:
+            getattr(hook, point)(trainer, step, *more)
+
+
+ALONE = Attendants()
+"""No attendants."""

@@ -37,7 +37,7 @@ from megalith.train.measure.peak import Yardstick
 from megalith.train.restore import restore
 from megalith.train.stability.loss_scale import Scale
 from megalith.train.step import StepResult, accumulate, seed_step
-from megalith.train.step_hooks import StepHook, notify
+from megalith.train.step_hooks import Attendants, StepHook
 from megalith.train.stream import open_stream
 from tests.full import FULL, sampled
 from tests.keys import KEY
@@ -188,9 +188,9 @@ def told_to_skip(*chosen: int) -> Iterator[None]:
 
 
 def trained(trainer: Trainer, step_hooks: list[Any], count: int = 6) -> list[StepResult]:
-    stepper, told = stepper_of(trainer, step_hooks=step_hooks), []
+    stepper, told = stepper_of(trainer, Attendants(step_hooks)), []
     for step in range(count):
-        notify(step_hooks, "before_step", trainer, step)
+        Attendants(step_hooks).notify("before_step", trainer, step)
         seed_step(trainer, step)
         told += stepper.step(microbatches(trainer, step), step=step)
     return told + stepper.settle()
@@ -363,9 +363,9 @@ def guarded(rank: int, spec: RunSpec, root: Path) -> Any:
     guard = StateGuard(trainer, rank_info=rank_info, read=lambda step, data_rank: [], memory=memory, report=observed.append)
     guard.begin(0, 0)
     step_hooks = [Overflow(trainer, *BAD), guard]
-    stepper = stepper_of(trainer, step_hooks=step_hooks, referee=guard)
+    stepper = stepper_of(trainer, Attendants(step_hooks, guard))
     for step in range(6):
-        notify(step_hooks, "before_step", trainer, step)
+        Attendants(step_hooks).notify("before_step", trainer, step)
         stepper.step(microbatches(trainer, step), step=step)
         stepper.settle()
         guard.copy(step + 1, 0)

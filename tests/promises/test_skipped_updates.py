@@ -23,7 +23,7 @@ from megalith.train.assemble import Trainer
 from megalith.train.loop import Loop, stepper_of
 from megalith.train.measure.peak import Yardstick
 from megalith.train.restore import Position, restore
-from megalith.train.step_hooks import StepHook, notify
+from megalith.train.step_hooks import Attendants, StepHook
 from megalith.train.stream import open_stream
 from tests.full import sampled
 from tests.parallel.running import microbatches, trainer_of
@@ -72,9 +72,9 @@ def _poisoned(rank: int, spec: RunSpec, bad: tuple[int, ...]) -> tuple[dict[str,
     """Return the state after four steps, of which the `bad` ones give NaN, with the skipped steps and the number of updates."""
     trainer = trainer_of(spec)
     step_hooks = [Poison(*bad)]
-    stepper, told = stepper_of(trainer, step_hooks=step_hooks), []
+    stepper, told = stepper_of(trainer, Attendants(step_hooks)), []
     for step in range(4):
-        notify(step_hooks, "before_step", trainer, step)
+        Attendants(step_hooks).notify("before_step", trainer, step)
         told += stepper.step(microbatches(trainer, step), step=step)
     told += stepper.settle()
     return _state(trainer), [bool(one.skipped) for one in told], trainer.state.updates
@@ -107,11 +107,11 @@ def test_a_skipped_step_leaves_weights_moments_and_rate_as_they_were(plan: dict[
 def _too_many(rank: int, spec: RunSpec) -> tuple[str, int]:
     trainer = trainer_of(spec)
     step_hooks = [Poison(*range(10))]
-    stepper = stepper_of(trainer, step_hooks=step_hooks)
+    stepper = stepper_of(trainer, Attendants(step_hooks))
 
     def train() -> None:
         for step in range(10):
-            notify(step_hooks, "before_step", trainer, step)
+            Attendants(step_hooks).notify("before_step", trainer, step)
             stepper.step(microbatches(trainer, step), step=step)
 
     with pytest.raises(NotFinite) as caught:

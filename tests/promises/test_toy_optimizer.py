@@ -41,7 +41,7 @@ from megalith.train.optimizers.global_tensors import GlobalTensors
 from megalith.train.optimizers.rule import Part
 from megalith.train.run import holding_of
 from megalith.train.step import train_step
-from megalith.train.step_hooks import notify
+from megalith.train.step_hooks import Attendants
 from tests.keys import KEY
 from tests.parallel.running import CPU, microbatches, trainer_of
 from tests.prove.dry import dry, real
@@ -153,8 +153,8 @@ def _copied(rank: int, root: Path) -> tuple[bool, list[str]]:
     memory = Memory(trainer.state.shares(), rank_info=rank_info)
     guard = StateGuard(trainer, rank_info=rank_info, read=lambda step, data_rank: [], memory=memory, report=observed.append)
     guard.begin(0, 0)
-    notify([guard], "before_step", trainer, 0)
-    train_step(trainer, microbatches(trainer, 0), step=0, step_hooks=[guard])
+    guard.before_step(trainer, 0)
+    train_step(trainer, microbatches(trainer, 0), step=0, attendants=Attendants([guard]))
     guard.copy(1, 8)
     before = {name: share.clone() for name, share in trainer.state.shares().items()}
     for share in trainer.state.shares().values():
@@ -193,9 +193,9 @@ def _verified(rank: int, root: Path, flips: bool) -> list[str]:
                 parts[0].slots["moments.velocity"].view(-1)[:1].view(torch.int32).bitwise_xor_(1)
 
         trainer.rule.update = wrong  # pyright: ignore[reportAttributeAccessIssue]
-    notify([guard], "before_step", trainer, 0)
+    guard.before_step(trainer, 0)
     with suppress(Reported):
-        train_step(trainer, microbatches(trainer, 0), step=0, step_hooks=[guard])
+        train_step(trainer, microbatches(trainer, 0), step=0, attendants=Attendants([guard]))
     guard.close()
     dist.barrier()
     return [observation.where for observation in observed if isinstance(observation, StateCorrupt)]

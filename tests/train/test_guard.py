@@ -21,7 +21,7 @@ from megalith.train.assemble import Trainer
 from megalith.train.batches import indices
 from megalith.train.guard import StateGuard
 from megalith.train.loop import stepper_of
-from megalith.train.step_hooks import StepHook, notify
+from megalith.train.step_hooks import Attendants, StepHook
 from tests.full import sampled
 from tests.keys import KEY
 from tests.parallel.running import trainer_of
@@ -110,10 +110,10 @@ def _train(
     guard = StateGuard(trainer, rank_info=rank_info, read=partial(read_of, trainer), memory=memory, report=observed.append)
     guard.begin(0, 0)
     step_hooks = [w for w in (fault(rank), guard) if w is not None]
-    stepper, ended = stepper_of(trainer, step_hooks=step_hooks, referee=guard), "finished"
+    stepper, ended = stepper_of(trainer, Attendants(step_hooks, guard)), "finished"
     try:
         for step in range(STEPS):
-            notify(step_hooks, "before_step", trainer, step)
+            Attendants(step_hooks).notify("before_step", trainer, step)
             stepper.step(read_of(trainer, step, trainer.groups.coordinates["data"]), step=step)
             if guard.due(step + 1):
                 guard.copy(step + 1, 0)
@@ -347,9 +347,9 @@ def _partly_away(rank: int, spec: RunSpec) -> tuple[bool, bool]:
         return found  # the ranks would exchange digests in different orders, and hang
     guard = StateGuard(trainer, rank_info=RankInfo(rank, 4, ("n",) * 4, None, key=KEY), read=partial(read_of, trainer))
     guard.begin(0, 0)
-    stepper = stepper_of(trainer, step_hooks=[guard], referee=guard)
+    stepper = stepper_of(trainer, Attendants([guard], guard))
     for step in range(3):
-        notify([guard], "before_step", trainer, step)
+        guard.before_step(trainer, step)
         stepper.step(read_of(trainer, step, trainer.groups.coordinates["data"]), step=step)
     stepper.settle()
     return found
@@ -378,8 +378,8 @@ def _after_a_replacement(rank: int, run: dict[str, Any], root: Path) -> list[Obs
     guard.begin(3, 0)
     if rank == 1:
         spoil(trainer, 0.37, times=-1)
-    stepper = stepper_of(trainer, step_hooks=[guard], referee=guard)
-    notify([guard], "before_step", trainer, 4)
+    stepper = stepper_of(trainer, Attendants([guard], guard))
+    guard.before_step(trainer, 4)
     with pytest.raises(Reported):
         stepper.step(read_of(trainer, 4, trainer.groups.coordinates["data"]), step=4)
     return observed

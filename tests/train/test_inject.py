@@ -23,7 +23,6 @@ from megalith.train.offload.faults import FAULTS
 from megalith.train.offload.faults import hurt as hurt_files
 from megalith.train.offload.slot_file import StateFileError
 from megalith.train.step import accumulate, train_step
-from megalith.train.step_hooks import notify
 from tests.parallel.running import microbatches, trainer_of
 from tests.ranks import run_ranks
 from tests.specs import tiny_run
@@ -47,7 +46,7 @@ def _flipped(kind: str, folder: Path) -> list[dict[str, int]]:
     for step in range(3):
         train_step(trainer, microbatches(trainer, step), step=step)
         before = {name: share.clone() for name, share in trainer.state.shares().items()}
-        notify([injector], "after_step", trainer, step)
+        injector.after_step(trainer, step)
         others = {name: int((before[name] != share).sum()) for name, share in trainer.state.shares().items()}
         found.append({name: count for name, count in others.items() if count})
     return found
@@ -64,7 +63,7 @@ def _spoilt(kind: str, folder: Path) -> list[tuple[int, int, float]]:
     trainer, injector, found = trainer_of(tiny_run(**RUN)), _injector(kind, folder), []
     whole = [_gradients(trainer, step) for step in range(3)]
     for step in range(3):
-        notify([injector], "before_step", trainer, step)
+        injector.before_step(trainer, step)
         began = time.thread_time()
         first = _gradients(trainer, step)
         seconds = time.thread_time() - began
@@ -104,7 +103,7 @@ def _on_disk(rank: int, folder: Path) -> dict[str, tuple[int, str]]:
         try:
             for step in range(4):
                 train_step(trainer, microbatches(trainer, step), step=step)
-                notify([injector], "after_step", trainer, step)
+                injector.after_step(trainer, step)
                 trainer.state.complete()
                 done += 1
         except StateFileError as error:
