@@ -24,7 +24,7 @@ from megalith.models.batch import Batch
 from megalith.models.stage import Stage
 from megalith.parallel.precision import apply_precision
 from megalith.spec.families.llama import Llama
-from megalith.spec.numbers import PrecisionSpec, settled
+from megalith.spec.numbers import PrecisionSpec
 
 BATCH, SEQ, HEADS, HEAD_DIM = 4, 1024, 12, 64
 DIM, EPS = HEADS * HEAD_DIM, 1e-5
@@ -56,7 +56,7 @@ def steps() -> dict[str, Callable[[], Tensor]]:
     """Forward and backward of a Llama in NVFP4: "theirs" sums each product in any order, "ours" by the definition of the format."""
     model = Stage(Llama(layers=4, dim=256, heads=4, ffn=1024, vocab=256, context=256).build()).bfloat16()
     for name, part in model.parts():
-        apply_precision(part, "nvfp4", name=name, blocks=4, choices=settled(PrecisionSpec(), "nvfp4"))
+        apply_precision(part, "nvfp4", name=name, blocks=4, choices=PrecisionSpec())
     tokens = torch.randint(256, (2, 256))
 
     def step(product: Callable[..., Tensor]) -> Tensor:

@@ -103,10 +103,13 @@ def _refused(case: tuple[str, int]) -> dict[str, int]:
 
 
 @only_full
-@pytest.mark.parametrize("benchmark", ["optimizers", "spikes", "sites", "site_kills", "precision", "moments"])
+@pytest.mark.parametrize(
+    "benchmark", ["optimizers", "spikes", "sites", "site_kills", "precision", "precision --model experts", "moments"]
+)
 def test_all_of_it_in_small(benchmark: str, tmp_path: Path) -> None:
     """The second time all runs are already in the file."""
-    asked = [sys.executable, str(ROOT / f"benchmarks/{benchmark}.py"), "--quick", "--file", str(tmp_path / "runs.jsonl")]
+    name, *more = benchmark.split()
+    asked = [sys.executable, str(ROOT / f"benchmarks/{name}.py"), *more, "--quick", "--file", str(tmp_path / "runs.jsonl")]
     first, second = (subprocess.run(asked, capture_output=True, text=True, check=True).stdout for _ in range(2))
     assert second.strip() and {*second.splitlines()} <= {*first.splitlines()}
 

@@ -1,8 +1,8 @@
 """Rules about narrow precisions: results do not depend on the plan, and the settings fit together and have an effect."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
-from math import gcd
+from math import gcd, lcm
 
 from megalith.check.case import Case, Found, advice, error, next_multiple
 from megalith.check.cuts import Cut, cuts_of, tiles_across_ranks
@@ -12,7 +12,10 @@ from megalith.spec.model import BlockSpec, ModelSpec, MoeSpec
 from megalith.spec.numbers import (
     FAST,
     PRECISIONS,
+    PRODUCTS,
     RECIPE,
+    PrecisionSpec,
+    formats_of,
     in_codes,
     is_narrow,
     multiplies_codes,
@@ -33,13 +36,23 @@ def tiles_lie_inside_shards(case: Case) -> Found:
     def layers_of(number: int, block: BlockSpec, cut: Cut) -> Iterator[str]:
         return (each for each in cut.layers if not stays_wide(f"blocks.{number}.{each}", blocks=blocks, choices=choices))
 
-    yield from tiles_across_ranks(case, tile_of(choices, case.spec.train.precision), layers_of, channels="of {}")
+    tile = _common_tile(choices, case.spec.train.precision, ("forward", "input_gradient"))
+    if choices.kept != "wide" or choices.combine_gradients != "wide":  # in tiles, even if no product needs them
+        tile = lcm(tile or 1, tile_of(choices, case.spec.train.precision) or 1)
+    yield from tiles_across_ranks(case, tile, layers_of, channels="of {}")
+
+
+def _common_tile(choices: PrecisionSpec, precision: str, products: Iterable[str]) -> int:
+    """Return the number of channels or tokens that all tiles of these products divide; 0 if the products have no tiles."""
+    tiles = [tile_of(choices, each) for each in formats_of(choices, precision, products)]
+    return lcm(*tiles) if any(tiles) else 0
 
 
 def tiles_lie_inside_sequences(case: Case) -> Found:
     """Weight gradients are summed over tiles of tokens. A tile lies inside one context rank's part of one sequence."""
-    tile, train, plan = tile_of(case.spec.precision, case.spec.train.precision), case.spec.train, case.plan
-    if not tile or case.spec.precision.weight_gradient == "wide":
+    train, plan = case.spec.train, case.plan
+    tile = _common_tile(case.spec.precision, train.precision, ("weight_gradient",))
+    if not tile:
         return
     unit = tile * (2 * plan.context if plan.context > 1 else 1)
     if train.seq_len % unit:
@@ -54,38 +67,39 @@ def maxima_can_be_shared(case: Case) -> Found:
     choices, precision, plan = case.spec.precision, case.spec.train.precision, case.plan
     if not is_narrow(precision):
         return
-    whole = PRECISIONS[precision].factors.name == "nvfp4"
+    whole = "nvfp4" in formats_of(choices, precision)
     if choices.granularity == "tile" and not whole:
         return
     if PRECISIONS[precision].products not in RECIPE.values() and choices.granularity != "tile":
         reason = f"does not work with train.precision = {precision!r}: the format fixes the blocks that share a scale"
         yield error("precision.granularity", choices.granularity, reason, 'Remove this key, or use train.precision = "fp8".')
-    asked = f'train.precision = "{precision}"' if whole else f'precision.granularity = "{choices.granularity}"'
+    own = f'train.precision = "{precision}"' if precision == "nvfp4" else "products in nvfp4"
+    asked = own if whole else f'precision.granularity = "{choices.granularity}"'
     if plan.overlap_tensor > 1 and (whole or choices.granularity == "tensor"):
         reason = f"does not work with {asked}: each piece of a message would have a scale of its own"
-        yield error("plan.overlap_tensor", plan.overlap_tensor, reason, f"Use overlap_tensor = 1, or {_other(precision)}.")
-    if plan.expert_tensor > 1 and (experts := _narrow_experts(case)):
+        yield error(
+            "plan.overlap_tensor", plan.overlap_tensor, reason, f"Use overlap_tensor = 1, or {_other(precision, whole=whole)}."
+        )
+    if plan.expert_tensor > 1 and (experts := narrow_experts(case)):
         share = "tensor" if whole else choices.granularity
         reason = (
             f"cuts {experts}, whose weights have a scale for each {share}, but ranks that split an expert cannot share a scale"
         )
-        other = _other(precision) if whole else 'precision.granularity = "tile"'
+        other = _other(precision, whole=whole) if whole else 'precision.granularity = "tile"'
         yield error("plan.expert_tensor", plan.expert_tensor, reason, f"Use expert_tensor = 1, {other}, or {_NO_EXPERTS}.")
 
 
 _NO_EXPERTS = 'precision.wide = ["*.experts"]'
 
 
-def _other(precision: str) -> str:
-    """Return the settings to use instead, whose scales do not span ranks, as text."""
-    return (
-        'train.precision = "mxfp4" with precision.rounding = "nearest"'
-        if precision == "nvfp4"
-        else 'granularity = "row" or "tile"'
-    )
+def _other(precision: str, *, whole: bool) -> str:
+    """Return the settings to use instead, whose scales do not span ranks, as text. `whole`: products in nvfp4 are in the way."""
+    if precision == "nvfp4":
+        return 'train.precision = "mxfp4" with precision.rounding = "nearest"'
+    return "products in another format" if whole else 'granularity = "row" or "tile"'
 
 
-def _narrow_experts(case: Case) -> str:
+def narrow_experts(case: Case) -> str:
     """Return the name of the first experts that multiply in the narrow format; empty if there are none."""
     mixtures = (f"blocks.{n}.mlp.experts" for n, block in enumerate(case.model.blocks if case.model else ()) if _mixes(block))
     blocks = len(case.model.blocks) if case.model else 0
@@ -98,27 +112,20 @@ def _mixes(block: BlockSpec) -> bool:
 
 def draws_know_their_numbers(case: Case) -> Found:
     """Stochastic rounding depends on the position of each number in the whole tensor, and on its token."""
-    plan, precision = case.plan, case.spec.train.precision
-    if not is_narrow(precision) or settled(case.spec.precision, precision).rounding != "stochastic":
+    plan, choices, gradients = case.plan, case.spec.precision, PRODUCTS[1:]
+    formats = formats_of(choices, case.spec.train.precision, gradients)
+    if not any(settled(choices, each).rounding == "stochastic" for each in formats):
         return
     nearest = 'precision.rounding = "nearest"'
     if plan.overlap_tensor > 1:
         reason = "does not work with stochastic rounding of gradients: the positions of the tokens in a piece are not known"
         yield error("plan.overlap_tensor", plan.overlap_tensor, reason, f"Use overlap_tensor = 1, or {nearest}.")
-    if plan.expert_tensor > 1 and (cut := _narrow_experts(case)):
+    if plan.expert_tensor > 1 and (cut := narrow_experts(case)):
         reason = (
             f"cuts {cut}, whose gradients are rounded stochastically, but a rank with a share of an expert does not know the "
             "positions of its outputs"
         )
         yield error("plan.expert_tensor", plan.expert_tensor, reason, f"Use expert_tensor = 1, {nearest}, or {_NO_EXPERTS}.")
-
-
-def scales_are_the_formats(case: Case) -> Found:
-    """The blocks of MXFP8 and MXFP4 have powers of two as scales (OCP Microscaling Formats 1.0, section 5.3.4)."""
-    precision, scale = case.spec.train.precision, case.spec.precision.scale
-    if scale == "fp32" and PRECISIONS[precision].factors.name in ("mxfp8", "mxfp4"):
-        reason = f"does not work with train.precision = {precision!r}, whose scales are powers of two"
-        yield error("precision.scale", scale, reason, 'Use scale = "up", or train.precision = "fp8".')
 
 
 def histories_follow_tensors(case: Case) -> Found:
@@ -178,7 +185,7 @@ def dispatch_has_the_experts_numbers(case: Case) -> Found:
     elif choices.forward == "wide":
         reason = 'does not work with precision.forward = "wide": experts then need unrounded tokens'
         yield error("precision.dispatch", choices.dispatch, reason, 'Use dispatch = "wide", or forward = "narrow".')
-    elif case.model is not None and not _narrow_experts(case):
+    elif case.model is not None and not narrow_experts(case):
         reason = "changes nothing: no experts multiply in fp8"
         yield advice("precision.dispatch", choices.dispatch, reason, "Leave it out.")
 
@@ -211,7 +218,7 @@ def gradients_of_results_are_sent(case: Case) -> Found:
             "before sending them, and send them in the wide format"
         )
         yield error(key, choices.combine_gradients, reason, f"Use {wide}, or compile = false.")
-    if case.model is not None and not _narrow_experts(case):
+    if case.model is not None and not narrow_experts(case):
         reason = "changes nothing: no experts multiply in fp8"
         yield advice(key, choices.combine_gradients, reason, "Leave it out.")
 
@@ -298,32 +305,6 @@ def _held(layer: str, rows: int, block: BlockSpec, case: Case) -> int:
     return next((share for share in shares if share * case.plan.tensor == rows), rows)
 
 
-def experts_gradients_follow_the_plan(case: Case) -> Found:
-    """The plan decides which tokens of an expert share a scale, so narrow weight gradients of experts differ between plans."""
-    choices, precision, key = case.spec.precision, case.spec.train.precision, "precision.expert_weight_gradient"
-    if choices.expert_weight_gradient == "wide" or not is_narrow(precision):
-        return
-    if case.model is not None and not _narrow_experts(case):
-        yield advice(key, "narrow", f"changes nothing: no experts multiply in {precision}", "Leave it out.")
-        return
-    reason = "lets the plan decide which tokens of an expert share a scale, so that another plan gives other bits"
-    yield advice(key, "narrow", reason, 'Use expert_weight_gradient = "wide" if results must not depend on the plan.')
-
-
-def rotations_fit(case: Case) -> Found:
-    """A Hadamard transform applies to tiles of tokens, and the number of tokens in a tile is a power of two."""
-    precision, choices = case.spec.train.precision, case.spec.precision
-    if not is_narrow(precision) or not settled(choices, precision).hadamard or not _rounds_weight_gradients(case):
-        return
-    tile = tile_of(choices, precision)
-    if choices.granularity != "tile":
-        reason = f'does not work with precision.granularity = "{choices.granularity}": the transform needs tiles of tokens'
-        yield error("precision.hadamard", True, reason, 'Use granularity = "tile", or hadamard = false.')
-    elif tile & (tile - 1):
-        reason = "is not a power of two, but precision.hadamard needs a power of two"
-        yield error("precision.tile", tile, reason, f"Use tile = {1 << (tile.bit_length() - 1)}, or hadamard = false.")
-
-
 def something_is_narrow(case: Case) -> Found:
     """Each setting of `[precision]` has an effect."""
     choices, precision = case.spec.precision, case.spec.train.precision
@@ -354,11 +335,12 @@ def _idle(case: Case) -> Iterator[tuple[str, str]]:
     """Yield the keys that have no effect in a narrow format, each with the other setting that is the cause."""
     precision, choices = case.spec.train.precision, case.spec.precision
     factors, asked = PRECISIONS[precision].factors, choices.model_dump(exclude_defaults=True)
-    if factors.bits == 4 and "gradients" in asked:
+    formats = formats_of(choices, precision)
+    if "gradients" in asked and not any(PRECISIONS[each].factors.bits == 8 for each in formats):
         yield "gradients", f'train.precision = "{precision}"'
-    if factors.name == "nvfp4" and "scale" in asked:
+    if "scale" in asked and formats == ("nvfp4",):
         yield "scale", f'train.precision = "{precision}"'
-    if not _rounds_weight_gradients(case):
+    if not formats_of_weight_gradients(case):
         if "hadamard" in asked:
             yield "hadamard", 'precision.weight_gradient = "wide": only factors of weight gradients are transformed'
         if choices.input_gradient == "wide":
@@ -367,11 +349,11 @@ def _idle(case: Case) -> Iterator[tuple[str, str]]:
                 yield key, 'precision.input_gradient = "wide" and weight_gradient = "wide": no product rounds a gradient'
 
 
-def _rounds_weight_gradients(case: Case) -> bool:
-    """Return True if the weight gradients of dense layers or of experts are narrow products."""
-    choices = case.spec.precision
-    experts = choices.expert_weight_gradient == "narrow" and (case.model is None or bool(_narrow_experts(case)))
-    return choices.weight_gradient == "narrow" or experts
+def formats_of_weight_gradients(case: Case) -> tuple[str, ...]:
+    """Return the narrow precisions in whose formats weight gradients of dense layers, or of experts, are computed."""
+    experts = case.model is None or bool(narrow_experts(case))
+    products = ("weight_gradient", *["expert_weight_gradient"] * experts)
+    return formats_of(case.spec.precision, case.spec.train.precision, products)
 
 
 def narrow_is_emulated(case: Case) -> Found:

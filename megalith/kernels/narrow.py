@@ -75,6 +75,8 @@ class Narrow(Multiply, ABC):
     element: ClassVar[Element] = E4M3
     scale: ClassVar[Scale | None] = None
     """None: the run's `precision.scale` chooses the scale."""
+    stochastic: ClassVar[bool] = False
+    """True if, unless the run chooses, gradients are rounded stochastically, and factors of weight gradients are rotated before."""
     history: Tensor | None
     """fp32 [factors, steps]: the largest numbers of each factor in the last steps, newest first; None: scales follow the current
     numbers."""
@@ -95,8 +97,8 @@ class Narrow(Multiply, ABC):
         )
         self.codes = choices.multiply == "codes"
         """True if factors are multiplied in 8 bits on devices that can do so."""
-        self.draws = choices.rounding == "stochastic"
-        self.rotation = size if choices.hadamard else 0
+        self.draws = self.stochastic if choices.rounding is None else choices.rounding == "stochastic"
+        self.rotation = size if (self.stochastic if choices.hadamard is None else choices.hadamard) else 0
         """Number of tokens that are rotated together before a weight gradient's factors are rounded; 0: no rotation."""
         self.shares: dict[str, Share] = {}
         """For each dim that is split over ranks, the function that takes maxima over these ranks."""

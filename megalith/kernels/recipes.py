@@ -1,8 +1,15 @@
 """The recipes of narrow products, which differ in the numbers of a factor that share a scale."""
 
+from collections.abc import Mapping
+
+from torch import Tensor
+
 from megalith.kernels.elements import E2M1
+from megalith.kernels.grouped import Sizes
+from megalith.kernels.multiply import PLAIN, Multiply
 from megalith.kernels.narrow import Blocks, Narrow
 from megalith.kernels.quantise import ALL
+from megalith.spec.numbers import PRODUCTS
 
 
 class Blockwise(Narrow):
@@ -54,6 +61,7 @@ class Microscaled4(Blockwise):
 
     tile = 32
     element = E2M1
+    stochastic = True
 
 
 class NvFp4(Narrow):
@@ -64,7 +72,28 @@ class NvFp4(Narrow):
     tile = 16
     element = E2M1
     scale = "e4m3"
+    stochastic = True
 
     @classmethod
     def blocks(cls, tile: int) -> Blocks:
         return Blocks((1, tile), (tile, 1), (tile, tile), (tile, tile))
+
+
+class Mixed(Multiply):
+    """The products of a layer in several formats: a recipe computes each of them, and rounds both its factors. Backward keeps the
+    layer's input as it is."""
+
+    def __init__(self, recipes: Mapping[str, Narrow]) -> None:
+        """`recipes`: the recipes of products with narrow factors, by their keys in `[precision]` (`spec.numbers.PRODUCTS`)."""
+        super().__init__()
+        self.of_outputs, self.of_inputs, self.of_weights, self.of_experts = (recipes.get(each, PLAIN) for each in PRODUCTS)
+        self.draws = any(recipe.draws for recipe in recipes.values())
+
+    def fprop(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, sizes: Sizes | None = None) -> Tensor:
+        return self.of_outputs.fprop(x, weight, bias, sizes=sizes)
+
+    def dgrad(self, grad: Tensor, weight: Tensor, *, sizes: Sizes | None = None, out: Tensor | None = None) -> Tensor:
+        return self.of_inputs.dgrad(grad, weight, sizes=sizes, out=out)
+
+    def wgrad(self, grad: Tensor, x: Tensor, *, sizes: Sizes | None = None) -> Tensor:
+        return (self.of_weights if sizes is None else self.of_experts).wgrad(grad, x, sizes=sizes)

@@ -25,14 +25,14 @@ from megalith.parallel.groups import Groups
 from megalith.parallel.moe_overlap import dispatches_tokens, forward
 from megalith.parallel.passes import Runner
 from megalith.parallel.place import Place
-from megalith.parallel.precision import apply_precision, matrices, share_maxima
+from megalith.parallel.precision import apply_precision, matrices, share_maxima, with_own_narrow
 from megalith.parallel.recompute import apply_recompute, rounding_of
 from megalith.parallel.reduction import Reducer
 from megalith.parallel.retain import Retention, Tiers
 from megalith.parallel.source import Put
 from megalith.parallel.tensor import Split, split_part
 from megalith.spec.model import ModelSpec
-from megalith.spec.numbers import PrecisionSpec, recipe_of, settled
+from megalith.spec.numbers import PrecisionSpec, recipe_of
 from megalith.spec.plan import BLOCK, Plan, place_of, segment_size, segments
 from megalith.spec.sizes import tied_names
 
@@ -58,7 +58,7 @@ class Builder:
         number format in which gradients are added up. `aside`: moves master weights off the device during building, so that the device
         never holds all of them. `tiers`: the places outside the device for the tensors that blocks keep for backward (`plan.retain`)."""
         self.spec, self.plan, self.groups, self.device, self.seed = spec, plan, groups, device, seed
-        self.choices = settled(choices or PrecisionSpec(), precision)
+        self.choices = with_own_narrow(choices or PrecisionSpec(), precision)
         self.dtypes, self.products = Dtypes.of(precision, gradients=gradients), recipe_of(self.choices, precision)
         self.split = Split(groups.tensor, sequence=plan.sequence, pieces=plan.overlap_tensor)
         self.tied, self.aside, self.tiers = tied_names(spec), aside, tiers or {}
@@ -90,7 +90,7 @@ class Builder:
                 apply_recompute(block, number, blocks=len(self.spec.blocks), **how)
                 if self.plan.compile:
                     block.compile()
-            recipes = {parameter: recipe for module, recipe in narrow.items() for parameter in matrices(module)}
+            recipes = {parameter: recipe for module, (recipe, *_) in narrow.items() for parameter in matrices(module)}
             used.append(self._keep(name, part, places, recipes))
         size = segment_size(self.plan.recompute, blocks=len(self.spec.blocks))
         cut = segments([name.startswith("blocks.") for name, _ in stage.parts()], size)

@@ -127,6 +127,9 @@ AXES: Axes = {
     | {f"fp8, a scale for each {what}": {"precision": "fp8", "granularity": what} for what in ("row", "tensor")}
     | {"fp8, scales in fp32": {"precision": "fp8", "scale": "fp32"}}
     | {"fp8, forward in bf16": {"precision": "fp8", "forward": "wide"}}
+    | {"fp8, backward in mxfp8": {"precision": "fp8", "input_gradient": "mxfp8", "weight_gradient": "mxfp8"}}
+    | {"nvfp4, gradients of weights in fp8": {"precision": "nvfp4", "weight_gradient": "fp8", "expert_weight_gradient": "fp8"}}
+    | {"fp8, forward in mxfp4": {"precision": "fp8", "forward": "mxfp4", "weight_gradient": "wide"}}
     | {"fp8, weights' gradients of experts too": {"precision": "fp8", "expert_weight_gradient": "narrow"}}
     | {"fp8, tokens sent in fp8": {"precision": "fp8", "dispatch": "fp8"}}
     | {"fp8, also gradients of results": {"precision": "fp8", "dispatch": "fp8", "combine_gradients": "fp8"}}
@@ -286,7 +289,7 @@ def run_of(choices: Choices) -> RunSpec:
             "model": _small(preset, precision).model_dump(),
             "plan": plan.model_dump(),
             "data": {"path": "none", "phases": [one | _times(one, batch // SAMPLES) for one in phases]},
-            "precision": small_choices(precision, LAYERS) | narrow
+            "precision": small_choices(precision, LAYERS, PrecisionSpec.model_validate(narrow)) | narrow
             if narrow or is_narrow(precision)
             else {"tile": SMALL_TILE}
             if plan.rounding

@@ -19,13 +19,13 @@ from megalith.models.init import initialise, seed_of
 from megalith.models.moe import Moe
 from megalith.models.router import recording
 from megalith.models.stage import Stage
-from megalith.parallel.precision import apply_precision
+from megalith.parallel.precision import apply_precision, with_own_narrow
 from megalith.parallel.recompute import apply_rounding
 from megalith.parallel.tables import use_tiles
 from megalith.prove.clipping import Clipping
 from megalith.prove.compare import Recording, StepRouting
 from megalith.prove.updates import update_of
-from megalith.spec.numbers import PRECISIONS, recipe_of, settled
+from megalith.spec.numbers import PRECISIONS, recipe_of
 from megalith.spec.phases import Phases, during
 from megalith.spec.run import RunSpec
 from megalith.train.batches import Cut, to_batch
@@ -80,10 +80,11 @@ class SingleProcess:
         if spec.train.loss is not None:
             use_loss([self.stage], spec.train.loss)
         use_tiles([self.stage], tile_rows(spec.train.vocab_tile, model.dim))
-        recipe, choices = recipe_of(spec.precision, spec.train.precision), settled(spec.precision, spec.train.precision)
-        self._narrow = dict[nn.Module, Narrow]()
+        recipe, choices = recipe_of(spec.precision, spec.train.precision), with_own_narrow(spec.precision, spec.train.precision)
+        self._narrow = list[Narrow]()
         for name, part in self.stage.parts():
-            self._narrow |= apply_precision(part, recipe, name=name, blocks=len(model.blocks), choices=choices)
+            narrow = apply_precision(part, recipe, name=name, blocks=len(model.blocks), choices=choices)
+            self._narrow += (each for recipes in narrow.values() for each in recipes)
             apply_rounding(part, spec.plan, choices)
             initialise(part, name=name, spec=model, seed=spec.train.seed)
         computes = self.stage.parameters_by_name()
@@ -101,7 +102,7 @@ class SingleProcess:
         are divided into `parts`; the loss is the mean of the parts' losses, and the loss of a part is the mean over its targets.
         """
         kept, step, o = self.kept, len(self.kept.losses), self.spec.optimizer
-        for multiply in self._narrow.values():
+        for multiply in self._narrow:
             multiply.microbatch = self.spec.plan.microbatch * now.train.seq_len
         kept.losses.append(_reference_step(self.stage, self._faces, now, first=first, parts=parts, device=self.device, kept=kept))
         grads = {name: gradient_of(p).clone() for name, p in self.parameters.items()}
@@ -115,7 +116,7 @@ class SingleProcess:
         for module in self.stage.modules():
             if isinstance(module, Moe):
                 module.end_of_step(module.router.counts)
-        for recipe in self._narrow.values():
+        for recipe in self._narrow:
             if recipe.latest is not None:
                 recipe.take_in(recipe.latest.clone())
                 kept.maxima |= {} if step else recipe.followed()

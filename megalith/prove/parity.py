@@ -30,7 +30,7 @@ from megalith.prove.one_process import RandomText, gradient_of, reference
 from megalith.prove.verdict import judge
 from megalith.schedule.table import FILE
 from megalith.spec.families import Model
-from megalith.spec.numbers import PRECISIONS, Rounded, is_narrow, packs
+from megalith.spec.numbers import PRECISIONS, PrecisionSpec, Rounded, formats_of, is_narrow, packs
 from megalith.spec.phases import Phase, Phases
 from megalith.spec.run import LossScaleSpec, RampSpec, RunSpec
 from megalith.train.assemble import Trainer, assemble, mesh_groups
@@ -59,11 +59,12 @@ SMALL_TILE = 4
 """How many numbers share a scale in a compared run: so few that even the run's small shares of tensors contain whole tiles."""
 
 
-def small_choices(precision: str, layers: int) -> dict[str, int]:
+def small_choices(precision: str, layers: int, choices: PrecisionSpec | None = None) -> dict[str, int]:
     """Return the settings of a narrow precision for a compared run with this many layers. In 8 bits, all blocks but the first are
     narrow. In 4 bits only the last two blocks are narrow: a number that rounds differently changes others by a tenth, and after more blocks
-    this difference would be as large as a fault's."""
-    narrow = 2 if PRECISIONS[precision].factors.bits == 4 else layers
+    this difference would be as large as a fault's. `choices`: the formats of the run's products."""
+    formats = formats_of(choices or PrecisionSpec(), precision)
+    narrow = 2 if any(PRECISIONS[each].factors.bits == 4 for each in formats) else layers
     return {"tile": SMALL_TILE, "wide_first": max(1, layers - narrow), "wide_last": 0}
 
 
@@ -80,7 +81,7 @@ def shrink(spec: RunSpec, *, steps: int) -> RunSpec:
     unit = plan.tensor * plan.dp_shard  # a weight is split by tensor ranks and then by data ranks
     precision, tile = spec.precision, 1
     if is_narrow(spec.train.precision) or packs(spec.precision, spec.train.precision):
-        precision, tile = precision.model_copy(update=small_choices(spec.train.precision, layers)), SMALL_TILE
+        precision, tile = precision.model_copy(update=small_choices(spec.train.precision, layers, precision)), SMALL_TILE
         unit = lcm(unit, tile * plan.tensor, tile * plan.expert_tensor)
         if precision.gather != "wide":
             unit = lcm(unit, tile * plan.tensor * plan.dp_shard)

@@ -31,9 +31,9 @@ from megalith.prove.compare import Gap, Recording, Row, cancelled, learning_rate
 from megalith.prove.one_process import SingleProcess, reference
 from megalith.prove.parity import Recorder
 from megalith.prove.site_merges import Reference
-from megalith.prove.verdict import Verdict, in_precision, judge
+from megalith.prove.verdict import Verdict, in_precision, judge, parity_of
 from megalith.prove.worlds import run_ranks
-from megalith.spec.numbers import PRECISIONS, Rounded
+from megalith.spec.numbers import Rounded
 from megalith.spec.phases import Phases, during
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import at_site, folder_of, fragments, within
@@ -99,7 +99,7 @@ def _of_all(name: str, one: TrackedMaxima, sites: int) -> TrackedMaxima:
 
 
 def _apart(spec: RunSpec, here: list[RunSpec], sites: list[SiteRecording]) -> Verdict:
-    limits, precision = PRECISIONS[spec.train.precision].parity, spec.train.precision
+    limits, precision = parity_of(spec.precision, spec.train.precision), spec.train.precision
     rounds = isinstance(limits, Rounded)
     alone = {
         each: [SingleProcess(in_precision(within(one), each), device=CPU) for one in here]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from megalith.prove import compare, rounding
 from megalith.prove.compare import Recording, Row
-from megalith.spec.numbers import PRECISIONS, Reordered, Rounded
+from megalith.spec.numbers import PRECISIONS, PrecisionSpec, Reordered, Rounded, formats_of
 from megalith.spec.run import RunSpec
 
 Alone = Callable[[RunSpec], Recording]
@@ -29,7 +29,7 @@ class Verdict:
 
 def judge(found: Recording, *, spec: RunSpec, alone: Alone) -> Verdict:
     """Compare the run of `spec` with one process."""
-    match PRECISIONS[spec.train.precision].parity:
+    match parity_of(spec.precision, spec.train.precision):
         case Reordered() as limits:
             expected = alone(spec)
             rows = compare.compare(expected, found, spec=spec, limits=limits)
@@ -37,6 +37,12 @@ def judge(found: Recording, *, spec: RunSpec, alone: Alone) -> Verdict:
         case Rounded() as limits:
             exact = alone(in_precision(spec, "fp32"))
             return Verdict(tuple(rounding.compare(exact, alone(spec), found, spec=spec, limits=limits)))
+
+
+def parity_of(choices: PrecisionSpec, precision: str) -> Reordered | Rounded:
+    """Return the limits of parity for a run: those of the precision whose products have the fewest bits."""
+    names = formats_of(choices, precision) or (precision,)
+    return PRECISIONS[min(names, key=lambda name: PRECISIONS[name].factors.bits)].parity
 
 
 def in_precision(spec: RunSpec, precision: str) -> RunSpec:

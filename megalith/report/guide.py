@@ -13,7 +13,7 @@ from megalith.mesh import Mesh
 from megalith.report import timeline
 from megalith.report.svg import Cell, grid, picture, stacked_rows, standalone, text
 from megalith.schedule import SCHEDULES, build, lower, simulate
-from megalith.spec.numbers import PrecisionSpec, recipe_of, settled
+from megalith.spec.numbers import PrecisionSpec, recipe_of
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.plan import Plan, recomputed, segment_size
 from megalith.spec.state import bytes_of, kept
@@ -249,7 +249,7 @@ def rounded_rows() -> tuple[list[float], dict[str, list[float]]]:
     tensor = torch.stack((drawn, torch.full_like(drawn, ELSEWHERE))).float()
     found = dict[str, list[float]]()
     for name, (precision, _, more) in FORMATS.items():
-        choices = settled(PrecisionSpec.model_validate(more), precision)
+        choices = PrecisionSpec.model_validate(more)
         recipe = RECIPES[recipe_of(choices, precision)].of(choices)
         numbers = tensor.to(Dtypes.of(precision).compute)
         if isinstance(recipe, Narrow):

@@ -4,7 +4,7 @@ A new format needs a row of NUMBERS, its dtype in `kernels/numbers.py`, and its 
 PRECISIONS.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -269,35 +269,37 @@ def aligned(rows: int, columns: int, inner: int, *, tile: int = 0, square: bool 
 
 
 if TYPE_CHECKING:
-    Rate = str
-    Trained = str
+    Rate = Trained = Factors = str
 else:
     Rate = Literal[tuple(dict.fromkeys(number.rate for number in NUMBERS.values()))]
     Trained = Literal[TRAINED]
+    Factors = Literal["narrow", "wide", *(name for name in TRAINED if PRECISIONS[name].tile)]
 
-
-# --- choices within a narrow precision ---
+PRODUCTS = ("forward", "input_gradient", "weight_gradient", "expert_weight_gradient")
+"""The keys of `[precision]` that choose the format of a layer's products."""
 
 
 class PrecisionSpec(Spec):
-    """Settings of the 8- and 4-bit precisions. "narrow" is the 8- or 4-bit format and "wide" is bf16. Embedding, head, router and
-    norms always use the wide format. By default, weight gradients of experts also use it: otherwise the plan would decide which tokens
-    share a tile."""
+    """Settings of the 8- and 4-bit precisions. "narrow" is the format of `train.precision`, and "wide" is bf16. Embedding, head, router
+    and norms always use the wide format. By default, weight gradients of experts also use it: otherwise the plan would decide which
+    tokens share a tile."""
 
-    forward: Literal["narrow", "wide"] = Field(
-        default="narrow", description="format of the inputs of matrix products in the forward pass"
+    forward: Factors = Field(
+        default="narrow",
+        description="format of the inputs of matrix products in the forward pass. `narrow`: that of train.precision; `wide`: bf16; "
+        "fp8, mxfp8, nvfp4 or mxfp4: that precision's",
     )
-    input_gradient: Literal["narrow", "wide"] = Field(
+    input_gradient: Factors = Field(
         default="narrow", description="format of the inputs of matrix products that compute gradients of activations"
     )
-    weight_gradient: Literal["narrow", "wide"] = Field(
+    weight_gradient: Factors = Field(
         default="narrow",
-        description="format of the inputs of matrix products that compute gradients of weights, except in experts",
+        description="format of the inputs of matrix products that compute gradients of weights, except experts'",
     )
-    expert_weight_gradient: Literal["narrow", "wide"] = Field(
+    expert_weight_gradient: Factors = Field(
         default="wide",
-        description="format of the inputs of matrix products that compute gradients of experts' weights. `narrow`: tokens of an "
-        "expert share scales, and the plan decides which, so another plan gives other bits",
+        description="format of the inputs of matrix products that compute gradients of experts' weights. In any format but `wide`, "
+        "tokens of an expert share scales, and the plan decides which, so another plan gives other bits",
     )
     gradients: Literal["e4m3", "e5m2"] = Field(default="e4m3", description="8-bit format of gradients that enter matrix products")
     granularity: Granularity = Field(
@@ -379,6 +381,18 @@ does not depend on the granularity."""
 def is_narrow(precision: str) -> bool:
     """Return True if matrix products in this precision have 8- or 4-bit inputs."""
     return PRECISIONS[precision].tile > 0
+
+
+def format_of(product: str, choices: PrecisionSpec, precision: str) -> str:
+    """Return the narrow precision in whose format the factors of a product, one of PRODUCTS, are rounded; empty: they stay wide."""
+    asked: str = getattr(choices, product)
+    return {"wide": "", "narrow": precision}.get(asked, asked) if is_narrow(precision) else ""
+
+
+def formats_of(choices: PrecisionSpec, precision: str, products: Iterable[str] = PRODUCTS) -> tuple[str, ...]:
+    """Return the narrow precisions in whose formats the factors of these products are rounded."""
+    found = dict.fromkeys(format_of(product, choices, precision) for product in products)
+    return tuple(each for each in found if each)
 
 
 def packs(choices: PrecisionSpec, precision: str) -> bool:

@@ -157,6 +157,18 @@ def test_narrow_weight_gradients_of_experts_are_rounded_too() -> None:
     assert wide < narrow < 3 * wide and dense == estimate(load("fp8", Plan(zero=0))).time.compute
 
 
+def test_each_product_is_rounded_at_the_cost_of_its_format() -> None:
+    """Draws and rotations count only where a product in 4 bits needs them."""
+
+    def computing(precision: str, **choices: Any) -> float:
+        return estimate(load(precision, Plan(zero=0), **choices)).time.compute
+
+    named = dict.fromkeys(("forward", "input_gradient", "weight_gradient"), "fp8")
+    assert computing("mxfp4", **named) == computing("fp8")
+    back, turned = (computing("fp8", **{product: "mxfp4"}) for product in ("input_gradient", "weight_gradient"))
+    assert computing("fp8") == computing("fp8", forward="mxfp4") < back < turned < computing("mxfp4")
+
+
 # --- a step ---
 
 

@@ -12,16 +12,18 @@ from torch import nn
 from megalith.kernels import narrow, packed
 from megalith.kernels.draws import Tokens, working_on
 from megalith.kernels.multiply import Multiply
-from megalith.kernels.narrow import Narrow
+from megalith.kernels.narrow import INPUTS, OUTPUTS, TOKENS, Narrow
 from megalith.kernels.quantise import Scaling
+from megalith.kernels.recipes import Blockwise
 from megalith.models import moe as moes
 from megalith.models.head import Output
 from megalith.models.linear import Linear
 from megalith.models.moe import Experts
 from megalith.parallel import parcel
-from megalith.parallel.precision import RECIPES, apply_precision
+from megalith.parallel.precision import RECIPES, apply_precision, with_own_narrow
 from megalith.prove.compare import Recording
 from megalith.prove.parity import record, reference, shrink
+from megalith.spec.numbers import PRECISIONS, PrecisionSpec
 from megalith.spec.run import RunSpec
 from megalith.train.measure.aside import buckets_of
 from megalith.train.step import accumulate
@@ -61,28 +63,93 @@ def test_an_unknown_recipe_is_refused_by_name() -> None:
         apply_precision(nn.Module(), "plian")
 
 
-def shares_of(rank: int, spec: RunSpec) -> dict[str, dict[str, float]]:
-    """Return, by layer and dim, the largest rank with which this one shares a maximum."""
-    trainer = trainer_of(spec)
-    modules = [module for runner in trainer.stages.values() for module in runner.modules()]
-    recipes = [recipe for module in modules if isinstance(recipe := getattr(module, "multiply", None), Narrow)]
+def shares_of(rank: int, specs: list[RunSpec]) -> list[dict[str, dict[str, float]]]:
+    """Return for each run, by layer and factor, the largest rank with which this one shares the maximum of the whole tensor."""
+    found = list[dict[str, dict[str, float]]]()
+    for spec in specs:
+        trainer = trainer_of(spec)
+        modules = [module for runner in trainer.stages.values() for module in runner.modules()]
+        recipes = [recipe for module in modules if isinstance(recipe := getattr(module, "multiply", None), Narrow)]
+        found.append(
+            {
+                recipe.layer.removeprefix("blocks.1."): {
+                    "inputs": largest(recipe, recipe.along, TOKENS, INPUTS, rank),
+                    "weight": largest(recipe, recipe.weight_along, OUTPUTS, INPUTS, rank),
+                    "gradients": largest(recipe, recipe.gradient_down, TOKENS, OUTPUTS, rank),
+                }
+                for recipe in recipes
+                if recipe.layer.startswith("blocks.1.")
+            }
+        )
+    return found
+
+
+def largest(recipe: Narrow, scaling: Scaling, rows: str, columns: str, rank: int) -> float:
+    share = recipe._share(scaling, rows, columns, whole=True)
     here = torch.tensor([float(rank)])
-    return {
-        recipe.layer.removeprefix("blocks.1."): {dim: float(share(here.clone())) for dim, share in sorted(recipe.shares.items())}
-        for recipe in recipes
-        if recipe.layer.startswith("blocks.1.")
-    }
+    return float(here if share is None else share(here))
+
+
+WHOLE_TENSORS: dict[str, dict[str, Any]] = {
+    "current scales": {"train": {"precision": "fp8"}, "precision": {"granularity": "tensor"}},
+    "delayed scales": {"train": {"precision": "fp8"}, "precision": {"granularity": "tensor", "history": 2}},
+    "the fp32 scale of nvfp4": {"train": {"precision": "nvfp4"}, "precision": {"tile": 4}},
+}
 
 
 @pytest.mark.slow
 def test_exactly_the_ranks_that_cut_a_tensor_share_its_maximum() -> None:
     """Tensor ranks are neighbours, then context ranks, then data ranks, which share nothing."""
     plan = {"data": 2, "context": 2, "tensor": 2}
-    spec = tiny_run(plan=plan, train={"precision": "fp8"}, precision={"granularity": "tensor"})
-    for rank, found in enumerate(run_ranks(shares_of, 8, spec)):
-        tokens, channels = rank | 2, rank | 1
-        assert found["attention.q"] == found["mlp.up"] == {"outputs": channels, "tokens": tokens}
-        assert found["attention.out"] == found["mlp.down"] == {"inputs": channels, "tokens": tokens}
+    specs = [tiny_run(plan=plan, **each) for each in WHOLE_TENSORS.values()]
+    for rank, each in enumerate(run_ranks(shares_of, 8, specs)):
+        tokens, channels, both = rank | 2, rank | 1, rank | 3
+        for name, found in zip(WHOLE_TENSORS, each, strict=True):
+            cut_outputs = {"inputs": tokens, "weight": channels, "gradients": both}
+            cut_inputs = {"inputs": both, "weight": channels, "gradients": tokens}
+            assert found["attention.q"] == found["mlp.up"] == cut_outputs, name
+            assert found["attention.out"] == found["mlp.down"] == cut_inputs, name
+
+
+@pytest.mark.parametrize("named", [{}, {"forward": "fp8"}], ids=str)
+def test_products_in_one_format_have_one_recipe(named: dict[str, Any]) -> None:
+    model = nn.ModuleDict({"up": Linear(32, 48)})
+    choices = with_own_narrow(PrecisionSpec(wide_first=0, wide_last=0, **named), "fp8")
+    (recipes,) = apply_precision(model, "blockwise", name="blocks.0", blocks=1, choices=choices).values()
+    assert recipes == (model["up"].multiply,) and type(recipes[0]) is Blockwise
+
+
+def test_each_product_has_the_format_that_a_run_names() -> None:
+    """Its result is, to the bit, that of a layer with this format in all its products."""
+    names = {"forward": "nvfp4", "input_gradient": "mxfp8", "weight_gradient": "mxfp4"}
+    mixed = products_of("blockwise", **names)
+    of_all = {name: products_of(PRECISIONS[name].products) for name in (*names.values(), "fp8")}
+    for product, (name, found) in enumerate(zip(names.values(), mixed, strict=True)):
+        assert torch.equal(found, of_all[name][product]), name
+        assert not torch.equal(found, of_all["fp8"][product]), name
+    wide = products_of("blockwise", forward="wide", input_gradient="mxfp4", weight_gradient="narrow")
+    assert torch.equal(wide[0], products_of("plain")[0])
+    assert torch.equal(wide[1], of_all["mxfp4"][1]) and torch.equal(wide[2], of_all["fp8"][2])
+
+
+def products_of(recipe: str, **formats: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the output of a layer, and the gradients of its input and weight, in bf16."""
+    model = nn.ModuleDict({"up": Linear(32, 48)})
+    choices = PrecisionSpec(wide_first=0, wide_last=0, tile=16, **formats)
+    apply_precision(model, recipe, name="blocks.0", blocks=1, choices=choices)
+    generator = torch.Generator().manual_seed(0)
+    shapes = (64, 32), (48, 32), (64, 48)
+    far_apart = (
+        torch.randn(*shape, generator=generator).mul(4).exp2() * torch.randn(*shape, generator=generator) for shape in shapes
+    )
+    x, weight, grad = (each.bfloat16() for each in far_apart)
+    model["up"].weight = nn.Parameter(weight)
+    x.requires_grad_()
+    with working_on(Tokens(torch.arange(1), torch.arange(64))):
+        out = model["up"](x)
+        out.backward(grad)
+    assert x.grad is not None and model["up"].weight.grad is not None
+    return out.detach(), x.grad, model["up"].weight.grad
 
 
 Drawn = dict[int, set[tuple[int, int]]]
@@ -177,6 +244,7 @@ def test_where_no_sum_is_reordered_operands_are_the_same_bits() -> None:
     blocks, in three products of two operands, for each of four microbatches."""
     choices: dict[str, Any] = {name: {"tile": 16} for name in ("fp8", "mxfp8", "nvfp4", "mxfp4")}
     choices["fp8, tensor"] = {"granularity": "tensor"}
+    choices["nvfp4, backward in 8 bits"] = {"tile": 16, "input_gradient": "mxfp8", "weight_gradient": "fp8"}
 
     def runs(plan: dict[str, Any]) -> dict[str, RunSpec]:
         train = {"global_batch": 4, "steps": 1}

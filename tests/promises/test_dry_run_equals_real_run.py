@@ -61,6 +61,30 @@ PLANS: dict[str, dict[str, Any]] = {
         "train": {"precision": "fp8"},
         "precision": {"tile": 4, "gather": "fp8"},
     },
+    "mxfp8, kept in 8 bits": {
+        "plan": {"data": 2, "tensor": 2, "zero": 2},
+        "model": SHORT | {"layers": 3},
+        "train": {"precision": "mxfp8"},
+        "precision": {"tile": 4, "kept": "fp8"},
+    },
+    "nvfp4": {
+        "plan": {"data": 2, "tensor": 2, "zero": 1},
+        "model": SHORT | {"layers": 3},
+        "train": {"precision": "nvfp4"},
+        "precision": {"tile": 4},
+    },
+    "mxfp4 with experts": {
+        "plan": {"data": 2, "expert": 2, "zero": 1},
+        "model": MIXTRAL | {"layers": 3},
+        "train": {"precision": "mxfp4"},
+        "precision": {"tile": 4},
+    },
+    "forward in 4 bits, backward in 8": {
+        "plan": {"data": 2, "context": 2, "zero": 3},
+        "model": SHORT | {"layers": 3},
+        "train": {"precision": "mxfp4"},
+        "precision": {"tile": 4, "input_gradient": "fp8", "weight_gradient": "mxfp8"},
+    },
     "experts in a pipeline": {
         "plan": {"pipeline": 2, "data": 2, "tensor": 2, "expert": 2, "zero": 1},
         "model": MIXTRAL | {"layers": 4, "ffn": 128},

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from megalith.cost.profile import PHASES, Phase, Product, Profile
 from megalith.cost.workload import EXPERTS, Narrow, Workload
 from megalith.spec.cluster import Accelerator
-from megalith.spec.numbers import BF16, FP32, PRECISIONS, Granularity, aligned, in_codes, is_narrow, settled
+from megalith.spec.numbers import BF16, FP32, Granularity, aligned, format_of, formats_of, in_codes, is_narrow, settled, tile_of
 
 if TYPE_CHECKING:
     from megalith.cost.parts import Parts
@@ -101,7 +101,7 @@ class Ways:
     @classmethod
     def on(cls, device: Accelerator, narrow: Narrow, wide: str, *, ranks: int) -> "Ways":
         """Return how products are computed on a device; `within` adds the layers. `ranks`: how many ranks hold a part of each tensor."""
-        asked, whole = narrow.choices.multiply == "codes", PRECISIONS[narrow.precision].factors.name == "nvfp4"
+        asked, whole = narrow.choices.multiply == "codes", "nvfp4" in formats_of(narrow.choices, narrow.precision)
         codes = asked and in_codes(narrow.choices, narrow.precision, device.compute_capability)
         return cls(wide, narrow, {}, False, codes, ranks > 1 and (whole or not narrow.tile))
 
@@ -124,7 +124,7 @@ class Ways:
             if share and self.multiplies_codes(product):
                 yield FormattedProduct(product, self.narrow.precision, share, RATES[self.narrow.choices.granularity])
             elif share:
-                yield FormattedProduct(product, self.wide if self._exact else FP32.name, share)
+                yield FormattedProduct(product, self.wide if self._exact(product) else FP32.name, share)
 
     def roundings(self, products: Iterable[Product]) -> Iterator[Rounding]:
         """Yield the roundings of both factors of each narrow product, and of the inputs that a wide forward keeps in 8 bits."""
@@ -136,7 +136,7 @@ class Ways:
                 for rows, gradients in factors[:1] if kept else factors:
                     times = share * product.times
                     numbers = rows * product.inner * product.count * times
-                    moved = self._coded if codes else self._rounded[gradients, product.phase == "W"]
+                    moved = self._coded if codes else self._rounded[product.phase, product.expert, gradients]
                     calls = product.count if product.expert and product.phase == "W" else 1  # each expert's rows on their own
                     kernels = times * calls * (CODING if codes else ROUNDING)
                     yield Rounding(product, numbers, moved, kernels, times * self.shared)
@@ -152,7 +152,7 @@ class Ways:
 
     def _share(self, product: Product) -> float:
         """Return the share of a product's kernels whose factors are narrow."""
-        return self._narrow(product) if self._formats[product.phase, product.expert] == "narrow" else 0.0
+        return self._narrow(product) if self._formats[product.phase, product.expert] else 0.0
 
     def _narrow(self, product: Product) -> float:
         """Return the share of a product's kernels that belong to narrow layers."""
@@ -167,21 +167,20 @@ class Ways:
 
     @cached_property
     def _formats(self) -> dict[tuple[Phase, bool], str]:
-        """The format, narrow or wide, of the products of narrow layers, by phase, for dense layers (False) and experts (True)."""
-        choices = self.narrow.choices
-        weights = {False: choices.weight_gradient, True: choices.expert_weight_gradient}
-        both = {"F": choices.forward, "I": choices.input_gradient}
-        return {(phase, experts): both.get(phase, weights[experts]) for phase in PHASES for experts in weights}
+        """The precision in whose format the products of narrow layers are computed (empty: wide), by phase, for dense layers (False) and
+        experts (True)."""
+        weights = {False: "weight_gradient", True: "expert_weight_gradient"}
+        both, how = {"F": "forward", "I": "input_gradient"}, (self.narrow.choices, self.narrow.precision)
+        return {(phase, experts): format_of(both.get(phase, weights[experts]), *how) for phase in PHASES for experts in weights}
 
     def multiplies_codes(self, product: Product) -> bool:
         """Return True if the device multiplies the codes of this narrow product."""
         sizes = product.rows, product.columns, product.inner
         return self.codes and not product.expert and aligned(*sizes, tile=self.narrow.tile, square=product.phase != "W")
 
-    @cached_property
-    def _exact(self) -> bool:
-        """True if bf16 represents every rounded number."""
-        return self.narrow.choices.scale != "fp32" and PRECISIONS[self.narrow.precision].factors.name != "nvfp4"
+    def _exact(self, product: Product) -> bool:
+        """Return True if bf16 represents every rounded number of a narrow product."""
+        return self.narrow.choices.scale != "fp32" and self._formats[product.phase, product.expert] != "nvfp4"
 
     @cached_property
     def _coded(self) -> float:
@@ -189,15 +188,19 @@ class Ways:
         return CODED[self.narrow.choices.granularity] + (SHARED if apart else 0.0)
 
     @cached_property
-    def _rounded(self) -> dict[tuple[bool, bool], float]:
-        """The bytes that plain operations move to round a number, by two flags: whether the number is a gradient, which may be rounded
-        stochastically, and whether the product computes weight gradients, whose factors may be rotated first."""
-        choices = settled(self.narrow.choices, self.narrow.precision)
-        kind = "e4m3" if PRECISIONS[self.narrow.precision].factors.name == "nvfp4" else choices.scale
-        drawn = DRAWN if choices.rounding == "stochastic" else 0.0
-        rotated = ROTATED * self.narrow.tile.bit_length() if choices.hadamard else 0.0
-        both = (False, True)
-        return {(gradient, turned): ROUNDED[kind] + gradient * drawn + turned * rotated for gradient in both for turned in both}
+    def _rounded(self) -> dict[tuple[Phase, bool, bool], float]:
+        """The bytes that plain operations move to round a number, by the product's phase and by two flags: whether the product is one of
+        experts, and whether the number is a gradient, which may be rounded stochastically. Factors of weight gradients may be rotated
+        first."""
+        found = dict[tuple[Phase, bool, bool], float]()
+        for (phase, experts), format in self._formats.items():
+            precision = format or self.narrow.precision  # a wide forward rounds what it keeps
+            choices = settled(self.narrow.choices, precision)
+            kind = "e4m3" if precision == "nvfp4" else choices.scale
+            rotated = ROTATED * tile_of(choices, precision).bit_length() if choices.hadamard and phase == "W" else 0.0
+            drawn = DRAWN if choices.rounding == "stochastic" else 0.0
+            found |= {(phase, experts, gradients): ROUNDED[kind] + gradients * drawn + rotated for gradients in (False, True)}
+        return found
 
 
 def _sizes(shape: tuple[int, ...]) -> tuple[int, int]:
