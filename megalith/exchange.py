@@ -37,7 +37,10 @@ class ExchangeError(ValueError):
 @dataclass(frozen=True)
 class ObjectCollectives:
     """Collectives of values over the ranks of `group`, which has a backend for CPU tensors; None: this process alone. `kind`: the type of
-    one rank's value, as pydantic understands it; Any: plain JSON."""
+    one rank's value, as pydantic understands it; Any: plain JSON.
+
+    For a value that is exchanged at each start of the ranks, `kind` is a TypeAdapter that its module makes when it is imported: the process
+    from which ranks are forked imports it once, while each rank would need milliseconds to make it."""
 
     group: dist.ProcessGroup | None
 
@@ -156,7 +159,7 @@ def _padded(octets: Tensor, size: int) -> Tensor:
 
 @cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+    return kind if isinstance(kind, TypeAdapter) else TypeAdapter(kind)
 
 
 def _encoded(value: Any, kind: Any) -> Tensor:

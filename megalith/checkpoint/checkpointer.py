@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from megalith import disk
@@ -21,6 +22,8 @@ from megalith.checkpoint.staging import Staging
 from megalith.checkpoint.storage import FolderWriter, WrittenFile, describe_error, save_alone, save_together
 from megalith.exchange import ObjectCollectives
 
+_ANSWER: TypeAdapter[tuple[str | None, tuple[HeldShare, ...]]] = TypeAdapter(tuple[str | None, tuple[HeldShare, ...]])
+_ASSIGNED: TypeAdapter[tuple[set[Place], list[str]]] = TypeAdapter(tuple[set[Place], list[str]])
 ALIVE_SECONDS = 0.2  # between two signs of life of a rank that waits for a save
 
 
@@ -213,10 +216,8 @@ class Checkpointer:
         held = tuple(share.held for share in found.values())
         if self._ranks.any(refused is not None or held != self._planned):
             self._planned = None
-            answers = self._ranks.gather((refused, held), tuple[str | None, tuple[HeldShare, ...]])
-            self._mine, problems = self._ranks.scatter(
-                _assign(answers) if answers is not None else None, tuple[set[Place], list[str]]
-            )
+            answers = self._ranks.gather((refused, held), _ANSWER)
+            self._mine, problems = self._ranks.scatter(_assign(answers) if answers is not None else None, _ASSIGNED)
             if problems:
                 raise ValueError("; ".join(problems))
             self._planned = held

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from megalith.checkpoint import folder as files
@@ -20,6 +21,9 @@ Accept = Callable[[Path, Mapping[str, Any]], None]
 State = Mapping[str, Tensor | OffDeviceShare]
 Wanted = State | Callable[[Mapping[str, Any]], State]
 """The tensors to fill, or a function that makes them from a checkpoint's meta."""
+
+
+_FAILURE: TypeAdapter[tuple[bool, str] | None] = TypeAdapter(tuple[bool, str] | None)
 
 
 class MismatchError(ValueError):
@@ -220,7 +224,7 @@ def _read(reader: FolderReader, mine: dict[str, Share], ranks: ObjectCollectives
         if ranks.group is None and not isinstance(error, OSError):
             raise
         failure = isinstance(error, OSError), describe_error(error)
-    answers = ranks.all_gather(failure, tuple[bool, str] | None)
+    answers = ranks.all_gather(failure, _FAILURE)
     failures = {rank: answer for rank, answer in enumerate(answers) if answer is not None}
     if not failures:
         return

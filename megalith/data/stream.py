@@ -131,29 +131,31 @@ class Stream:
         document_mask: bool = True,
         copies: Sequence[Path | str] = (),
         on_damage: Callable[[Damage], None] = lambda damage: None,
+        tokenizer_is_known: bool = False,
     ) -> None:
         """`weights` gives every domain's share of the samples (the weights are scaled to add up to 1; 0 leaves a domain out); by default
         shares are in proportion to tokens. The validation split is read in order, once, whatever the weights. `phases` are changes of
         lengths and weights, in the order of their samples.
 
         `copies` are folders with the same data. A damaged block is read from the next folder, and `on_damage` is called once for each
-        damaged block.
+        damaged block. `tokenizer_is_known`: tokenizer.json need not be checked here, because another process has checked the same file.
 
         Raises DataError, with all problems of one kind at once, for a folder that is not as it was prepared, weights that do not fit its
         domains, a split without data, or a copy with other data. Reading raises DamagedDataError if no copy is intact.
         """
-        self._folder, others = Path(folder), [Path(copy) for copy in copies]
-        self._manifest = read_manifest(self._folder)
-        check_copies(self._folder, self._manifest, others)
-        check_sizes(self._folder, self._manifest, copies=others)
-        check_tokenizer(self._folder, self._manifest)
+        self.folder, others = Path(folder), [Path(copy) for copy in copies]
+        self._manifest = read_manifest(self.folder)
+        check_copies(self.folder, self._manifest, others)
+        check_sizes(self.folder, self._manifest, copies=others)
+        if not tokenizer_is_known:
+            check_tokenizer(self.folder, self._manifest)
         domains = self._manifest.domains
         problems = _problems(domains, split, seq_len, weights)
         problems += [
             text for each in phases for text in _problems(domains, split, each.seq_len, each.weights) if text not in problems
         ]
         if problems:
-            raise DataError.of(problems, title=f"{self._folder} cannot be read as requested")
+            raise DataError.of(problems, title=f"{self.folder} cannot be read as requested")
         self.split: SplitName = split
         self.seq_len = seq_len
         self.seed = seed
@@ -162,7 +164,7 @@ class Stream:
         self.vocab_size: int = self._manifest.tokenizer.vocab_size
         self.end_of_text: int = self._manifest.tokenizer.end_of_text
         self._readers = tuple(
-            SplitReader(self._folder, getattr(domain, split), copies=others, on_damage=on_damage) for domain in domains.values()
+            SplitReader(self.folder, getattr(domain, split), copies=others, on_damage=on_damage) for domain in domains.values()
         )
         self._windows = tuple(_windows(reader.tokens, seq_len) for reader in self._readers)
         self._firsts = np.cumsum([0, *self._windows])
@@ -231,7 +233,7 @@ class Stream:
     @property
     def unchecked(self) -> list[str]:
         """Shards whose tokens are read unchecked, because they have no checksums."""
-        return [shard.file for shard in self._manifest.shards() if not disk.is_there(self._folder / sums_file(shard))]
+        return [shard.file for shard in self._manifest.shards() if not disk.is_there(self.folder / sums_file(shard))]
 
     def bytes_of(self, index: int) -> tuple[Path, int, int]:
         """Locate the first tokens of sample `index`: return a shard of the folder, and the byte range in it."""
@@ -256,7 +258,7 @@ class Stream:
         order."""
         assert self.split == "validation", "only samples of the validation split are numbered domain by domain"
         if domain not in self.domains:
-            raise DataError(f"{domain!r} is not a domain of {self._folder}. The domains: {', '.join(self.domains)}.")
+            raise DataError(f"{domain!r} is not a domain of {self.folder}. The domains: {', '.join(self.domains)}.")
         which = self.domains.index(domain)
         first, windows = int(self._firsts[which]), self._windows[which]
         taken = windows if limit is None else min(limit, windows)
@@ -297,7 +299,7 @@ class Stream:
             for key in sorted(saved.keys() - now.keys())
         ]
         if problems:
-            raise DataError.of(problems, title=f"{self._folder} does not give the samples that this run began with")
+            raise DataError.of(problems, title=f"{self.folder} does not give the samples that this run began with")
 
     def _place(self, index: int) -> "tuple[int, int, list[_Run]]":
         """Return the number of sample `index`'s domain, the sample's length, and the contiguous runs of the domain's tokens in it."""
@@ -305,7 +307,7 @@ class Stream:
             raise IndexError(f"sample {index}: samples are numbered from 0")
         if self.split == "validation":
             if index >= self._firsts[-1]:
-                raise IndexError(f"sample {index}: {self._folder} has only {self._firsts[-1]} validation samples")
+                raise IndexError(f"sample {index}: {self.folder} has only {self._firsts[-1]} validation samples")
             domain = int(np.searchsorted(self._firsts, index, side="right")) - 1
             window = index - int(self._firsts[domain])
             return domain, self.seq_len, self._runs(domain, [(window, 0, self.seq_len)], self.seq_len)

@@ -256,10 +256,13 @@ def impurities() -> list[str]:
 
 
 def preload(modules: Sequence[str]) -> None:
-    """Import `modules`. Raises NotPristineError if the process cannot be forked safely after these imports, and any exception of
-    an import."""
-    for module in modules:
-        importlib.import_module(module)
+    """Import `modules`; in "module:function", call the function, which fills a cache that ranks need. Raises NotPristineError if the
+    process cannot be forked safely after these imports, and any exception of an import or a function."""
+    for name in modules:
+        module, _, function = name.partition(":")
+        loaded = importlib.import_module(module)
+        if function:
+            getattr(loaded, function)()
         torch = sys.modules.get("torch")
         if torch is not None:
             torch.set_num_threads(1)  # a rank hangs in OpenMP if its parent ever used more than one thread

@@ -10,15 +10,14 @@ from pathlib import Path
 class Job:
     """The work of a run's ranks, and its limits.
 
-    `entry` is "module:function", called on each rank as `function(**arguments)`; `arguments` must be storable as JSON. `preload`:
-    modules that the fork server imports once, before it forks ranks. Every rank must send a heartbeat of phase `ready`
-    (`heartbeat.Heartbeat.find().beat("ready")`) within `start_timeout` seconds; after that, a rank's heartbeats may be at most
-    `silence_timeout` seconds apart (None: no limit). `threads`: compute threads per rank; 0: cores / ranks. `environment`:
-    environment variables that ranks have in addition to inherited ones. `fallback`: the job that is started if too few nodes are
-    left; it has fewer ranks, but the same number per node. `sealed`: files that must not change (`megalith.sealed`), which the
-    entry function gets as its argument `sealed`. `burn_in`: command that prints findings about a node's devices as JSON
-    (`admission.burnt`), before an excluded node returns and within `burn_in_timeout` seconds; empty: no burn-in. `keyed`: the
-    ranks need the run's key.
+    `entry` is "module:function", called on each rank as `function(**arguments)`; `arguments` must be storable as JSON. `preload`: modules
+    that the fork server imports once, before it forks ranks, and functions ("module:function") that it calls then. Every rank must send a
+    heartbeat of phase `ready` (`heartbeat.Heartbeat.find().beat("ready")`) within `start_timeout` seconds; after that, a rank's heartbeats
+    may be at most `silence_timeout` seconds apart (None: no limit). `threads`: compute threads per rank; 0: cores / ranks. `environment`:
+    environment variables that ranks have in addition to inherited ones. `fallback`: the job that is started if too few nodes are left; it
+    has fewer ranks, but the same number per node. `sealed`: files that must not change (`megalith.sealed`), which the entry function gets
+    as its argument `sealed`. `burn_in`: command that prints findings about a node's devices as JSON (`admission.burnt`), before an excluded
+    node returns and within `burn_in_timeout` seconds; empty: no burn-in. `keyed`: the ranks need the run's key.
     """
 
     entry: str

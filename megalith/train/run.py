@@ -242,9 +242,12 @@ class _Stop:
         return self.asked
 
 
+_SOURCE, _HOLDING = TypeAdapter(Source), TypeAdapter(Holding)
+
+
 def source_of(record: dict[str, Any] | None) -> Source | None:
     """Decode the source of the state that a launcher passes. Raises pydantic's ValidationError if `record` describes no source."""
-    return None if record is None else TypeAdapter(Source).validate_python(record)
+    return None if record is None else _SOURCE.validate_python(record)
 
 
 def prepare(
@@ -267,8 +270,9 @@ def prepare(
 
     warn = _warner(log)
     with refusing(seals.AlteredError), seals.unchanged(sealed):
-        stream = open_stream(spec, "train")
-        held_out = open_stream(spec, "validation") if spec.validation.every else None
+        leads = world.rank() == 0  # all ranks compare their files with this one's, so only this one checks the tokenizer
+        stream = open_stream(spec, "train", tokenizer_is_known=not leads)
+        held_out = open_stream(spec, "validation", tokenizer_is_known=True) if spec.validation.every else None
     with refusing(DataError):
         compare_inputs(spec, stream, group=world)
     if stream.unchecked:
@@ -351,7 +355,7 @@ def _introduce(
     trainer: Trainer, yardstick: Yardstick, sites: Sites | None, *, resumed: int, log: EventLog | None, parts: Mapping[str, str]
 ) -> None:
     spec, groups, mine = trainer.run, trainer.groups, holding_of(trainer, sites)
-    everyone = ObjectCollectives(groups.world).gather(mine, Holding)
+    everyone = ObjectCollectives(groups.world).gather(mine, _HOLDING)
     if not log or everyone is None:
         return
     log.write(

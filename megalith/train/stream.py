@@ -8,9 +8,11 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import torch.distributed as dist
+from pydantic import TypeAdapter
 
 from megalith import own
 from megalith.data.errors import DataError
+from megalith.data.manifest import TOKENIZER_FILE
 from megalith.data.own import OwnStream
 from megalith.data.stream import PhaseChange, Stream
 from megalith.data.verified_files import Damage
@@ -23,9 +25,9 @@ from megalith.spec.phases import Phases
 from megalith.spec.run import RunSpec
 
 
-def open_stream(spec: RunSpec, split: Literal["train", "validation"]) -> Stream:
+def open_stream(spec: RunSpec, split: Literal["train", "validation"], *, tokenizer_is_known: bool = False) -> Stream:
     """Open a run's data. Held-out text is cut into sequences in the same way in all phases, so that its losses in different phases can be
-    compared."""
+    compared. `tokenizer_is_known`: see `Stream`."""
     phases = Phases.of(spec).all
     changes = [
         PhaseChange(now.first, now.seq_len, now.weights)
@@ -41,6 +43,7 @@ def open_stream(spec: RunSpec, split: Literal["train", "validation"]) -> Stream:
         "document_mask": spec.data.document_mask,
         "copies": spec.data.copies,
         "on_damage": _log_damage,
+        "tokenizer_is_known": tokenizer_is_known,
     }
     if spec.data.source is None or split == "validation":
         return Stream(spec.data.path, **how)
@@ -52,6 +55,8 @@ def _log_damage(found: Damage) -> None:
     report(DataDamaged(time=time.time(), shard=found.file, error=found.error, other_copy=elsewhere))
 
 
+_INPUTS: TypeAdapter[tuple[str, dict[str, str]]] = TypeAdapter(tuple[str, dict[str, str]])
+
 APART = frozenset({"name", "log", "alerts", "launch"})
 """Keys and tables of a run that may differ between ranks."""
 
@@ -60,7 +65,7 @@ def compare_inputs(spec: RunSpec, stream: Stream, *, group: dist.ProcessGroup) -
     """Check that all ranks have read the same run and the same data, because nodes may have different files at one path. All ranks of
     `group` call it together. Raises DataError on every rank, which names the ranks, their nodes and what differs from rank 0."""
     node = RankInfo.find().node if PLACEMENT in os.environ else socket.gethostname()
-    everyone = ObjectCollectives(group).all_gather((node, _inputs(spec, stream)), tuple[str, dict[str, str]])
+    everyone = ObjectCollectives(group).all_gather((node, _inputs(spec, stream)), _INPUTS)
     first_node, first = everyone[0]
     odd = dict[tuple[str, str], list[str]]()
     for rank, (node, found) in enumerate(everyone):
@@ -80,4 +85,9 @@ def _inputs(spec: RunSpec, stream: Stream) -> dict[str, str]:
     """Return the digest of each table of a run and of each value on which its samples depend."""
     tables = {f"[{name}] of spec.json": value for name, value in spec.model_dump(mode="json").items() if name not in APART}
     samples = {f"{name} of {spec.data.path}": value for name, value in stream.fingerprint.items()}
+    try:
+        tokenizer = digest((stream.folder / TOKENIZER_FILE).read_bytes())
+    except OSError as error:
+        tokenizer = error.strerror
+    samples |= {f"{TOKENIZER_FILE} of {spec.data.path}": tokenizer}
     return {name: digest(json.dumps(value, sort_keys=True).encode()) for name, value in (tables | samples).items()}

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,9 @@ def _with_other_data(rank: int, data: str, other: str, folder: Path, seed: int) 
     os.environ.update(RANK=str(rank), WORLD_SIZE="3", MEGALITH_PLACEMENT="a,b,b")
     spec = tiny_run(model={"vocab": VOCAB}, data={"path": data}, plan={"data": 3}, train={"global_batch": 6, "seed": seed * rank})
     if rank:
-        training.open_stream = lambda spec, split: open_stream(spec.model_copy(update={"data": DataSpec(path=other)}), split)
+        training.open_stream = lambda spec, split, **how: open_stream(
+            spec.model_copy(update={"data": DataSpec(path=other)}), split
+        )
     with pytest.raises(DataError) as caught:
         prepare(spec, folder, world=everyone(), source=None, log=None, device=torch.device("cpu"), heartbeat=Heartbeat.find())
     return str(caught.value)
@@ -129,3 +132,13 @@ def test_nodes_with_other_data_at_the_same_path_are_named_before_the_first_step(
         assert "ranks 1, 2 on b: [train] of spec.json, seed of" in told[0]
     else:
         assert "rank 0 on a has read" in told[0] and f"ranks 1, 2 on b: manifest of {data}" in told[0], told[0]
+
+
+def test_a_node_with_another_tokenizer_is_named_though_rank_0_alone_checks_it(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    data, other = small_data(tmp_path / "a"), tmp_path / "b"
+    shutil.copytree(data, other)
+    with (other / "tokenizer.json").open("a") as file:
+        file.write(" ")
+    told = run_ranks(_with_other_data, 3, data, str(other), tmp_path, 0)
+    assert len(set(told)) == 1 and "ranks 1, 2 on b: " in told[0] and "tokenizer.json" in told[0], told[0]

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 TRAIN = "megalith.train.run:main"
 """Function that each rank of a training calls."""
 
-PRELOAD = ("torch", "torch.distributed.tensor", "torch._dynamo")
-"""Modules that every rank needs in addition to its entry: imported once, before the fork."""
+PRELOAD = ("torch", "torch.distributed.tensor", "torch._dynamo", "megalith.spec.cluster:catalogue")
+"""Modules, and functions that fill a cache, that every rank needs in addition to its entry: imported and called once, before the fork."""
 
 
 @dataclass(frozen=True)
