@@ -119,10 +119,11 @@ def fates_of(
     *,
     restarts: Sequence[float] = (),
 ) -> list[Fate]:
-    """Match each fault with the first later incident of an expected kind, if at most two other incidents come before it.
-    A fault without an incident of an expected kind among the first three is matched with the first later incident of any kind,
-    which then hides the fault; killed supervisors, kinds with `room` and kinds that need no incident are not matched in this way.
-    `restarts`: the seconds that each start after a killed supervisor took, in order."""
+    """Match each fault with the first later incident of an expected kind, if at most two other incidents come before it. If that one
+    belongs to an earlier fault, and was logged only after this one came, the first incident that names this fault's own rank is preferred.
+    A fault without an incident of an expected kind among the first three is matched with the first later incident of any kind, which then
+    hides the fault; killed supervisors, kinds with `room` and kinds that need no incident are not matched in this way. `restarts`: the
+    seconds that each start after a killed supervisor took, in order."""
     incidents = of_kind(events, Incident)
     ends = {recovery.incident: recovery.time for recovery in of_kind(events, Recovery)}
     finished = max((end.time for end in of_kind(events, RunFinished)), default=None)
@@ -132,7 +133,10 @@ def fates_of(
         after = [incident for incident in incidents if incident.time >= at]
         like = [incident for incident in after if incident.cause in EXPECTED[one.kind]]
         hidden = () if one.kind == "supervisor" or KINDS[one.kind].room or not KINDS[one.kind].noticed else after[:1]
-        pairs.append((one, _nearest(like, after) or next(iter(hidden), None)))
+        nearest = _nearest(like, after)
+        if nearest is not None and _rank(nearest) in _waiting(one, injections, came, incidents) - {*one.ranks}:
+            nearest = _nearest([incident for incident in like if _rank(incident) in one.ranks], after) or nearest
+        pairs.append((one, nearest or next(iter(hidden), None)))
     kills = sorted(came[one.number][0] for one in injections if one.kind == "supervisor" and one.number in came)
     started = dict(zip(kills, restarts, strict=False))  # of other lengths: a problem, told as such
     fates = []
@@ -162,6 +166,22 @@ def fates_of(
             )
         )
     return fates
+
+
+def _waiting(
+    one: Injection, injections: Sequence[Injection], came: Mapping[int, tuple[float, str]], incidents: Sequence[Incident]
+) -> set[int]:
+    """Return the ranks of the two faults before, if their kinds are reported like this one's and their incidents were not logged yet when it
+    came."""
+    at, found = came[one.number][0], set[int]()
+    for other in injections:
+        earlier = came.get(other.number, (math.inf, ""))[0]
+        if not 0 < one.number - other.number <= 2 or earlier > at or not {*EXPECTED[other.kind]} & {*EXPECTED[one.kind]}:
+            continue
+        between = (incident for incident in incidents if earlier <= incident.time < at and incident.cause in EXPECTED[other.kind])
+        if not any(_rank(incident) in other.ranks for incident in between):
+            found.update(other.ranks)
+    return found
 
 
 def _without_incident(one: Injection, at: float | None, events: Sequence[Event], started: Mapping[float, float]) -> float | None:

@@ -12,7 +12,7 @@ from megalith.fleet import injection, observations
 from megalith.fleet.injection import Injection
 from megalith.fleet.observations import GradientWrong, Hang, Observation, RankFailed
 from megalith.rehearse.campaign import CampaignRun
-from megalith.rehearse.fates import fates_of
+from megalith.rehearse.fates import false_alarms, fates_of
 from megalith.rehearse.hangs import hangs_of
 from megalith.rehearse.judge import Aims, Judgement, judge
 from megalith.spec.fleet import FleetSpec
@@ -279,3 +279,19 @@ def test_what_the_supervisor_did_not_live_to_recover_from_is_no_recovery_of_the_
     kill, supervisor = fates_of(both, {0: (4.0, "0"), 1: (5.0, "0")}, log, restarts=[16.0])
     assert (kill.handled, kill.recovery, kill.own_recovery, kill.interrupted) == (True, 16.5, None, True)
     assert (supervisor.handled, supervisor.own_recovery) == (True, 16.0)
+
+
+def test_two_faults_in_a_row_are_matched_with_the_incidents_of_their_ranks() -> None:
+    """The second fault came before the incident of the first one was logged. Once, both were matched with that incident, and the second
+    incident was a false alarm."""
+    first, second = Injection(0, "kill", 3, "step", (1,)), Injection(1, "kill", 4, "step", (2,))
+    log = [_failed(1, 5.0, rank=1), _recovered(1, 5.5), _failed(2, 5.6, rank=2), _recovered(2, 6.0)]
+    fates = fates_of([first, second], {0: (4.8, "0"), 1: (4.9, "0")}, log)
+    assert [(fate.incident, fate.blamed, fate.hidden) for fate in fates] == [(1, True, False), (2, True, False)]
+    assert not list(false_alarms(fates, log))
+
+
+def test_a_wrong_rank_is_blamed_wrongly_even_if_the_right_one_follows() -> None:
+    fault, log = Injection(0, "kill", 3, "step", (1,)), [_failed(1, 5.0, rank=3), _recovered(1, 5.5), _failed(2, 5.6, rank=1)]
+    (fate,) = fates_of([fault], {0: (4.8, "0")}, log)
+    assert (fate.incident, fate.blamed) == (1, False)
