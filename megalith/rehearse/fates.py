@@ -171,8 +171,8 @@ def fates_of(
 def _waiting(
     one: Injection, injections: Sequence[Injection], came: Mapping[int, tuple[float, str]], incidents: Sequence[Incident]
 ) -> set[int]:
-    """Return the ranks of the two faults before, if their kinds are reported like this one's and their incidents were not logged yet when it
-    came."""
+    """Return the ranks of the two faults before, if their kinds are reported like this one's and their incidents were not logged yet when
+    it came."""
     at, found = came[one.number][0], set[int]()
     for other in injections:
         earlier = came.get(other.number, (math.inf, ""))[0]
