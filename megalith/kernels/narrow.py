@@ -97,8 +97,8 @@ class Narrow(Multiply, ABC):
         )
         self.codes = choices.multiply == "codes"
         """True if factors are multiplied in 8 bits on devices that can do so."""
-        self.draws = self.stochastic if choices.rounding is None else choices.rounding == "stochastic"
-        self.rotation = size if (self.stochastic if choices.hadamard is None else choices.hadamard) else 0
+        self.draws = choices.rounding == "stochastic"
+        self.rotation = size if choices.hadamard else 0
         """Number of tokens that are rotated together before a weight gradient's factors are rounded; 0: no rotation."""
         self.shares: dict[str, Share] = {}
         """For each dim that is split over ranks, the function that takes maxima over these ranks."""
@@ -117,7 +117,9 @@ class Narrow(Multiply, ABC):
 
     @classmethod
     def of(cls, choices: PrecisionSpec) -> Self:
-        return cls(choices)
+        rounding = choices.rounding or ("stochastic" if cls.stochastic else "nearest")
+        hadamard = cls.stochastic if choices.hadamard is None else choices.hadamard
+        return cls(choices.model_copy(update={"rounding": rounding, "hadamard": hadamard}))
 
     def remember(self, steps: int, device: torch.device) -> None:
         """Switch to delayed scaling: each scale follows the largest number of its tensor in the last `steps` steps (Micikevicius

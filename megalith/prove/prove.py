@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 TIMEOUT = 600.0
 """Time limit for proving one combination, in seconds. On an idle machine a proof takes only a few seconds."""
 
-FEW = 20
+FEW = 28
 """The first drawn combinations are the cheapest, with one rank. If fewer combinations than this number are requested, this many
 are drawn, and those with several ranks are proven."""
 
