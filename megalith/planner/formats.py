@@ -118,7 +118,9 @@ def notes_on(run: RunSpec, cluster: ClusterSpec, *, chosen: bool) -> tuple[str, 
 def precision_problems(run: RunSpec) -> list[Problem]:
     """Return the errors of a run's precision that occur under every plan."""
     case = Case(run.model_copy(update={"plan": Plan()}), None, files=False)
-    found = found_by(case, ("narrow", "products", "packed", "moments"))  # all rules would also look for a way to make this plan fit
+    found = found_by(
+        case, ("narrow", "products", "packed", "moments")
+    )  # all rules would also look for a way to make this plan fit
     keys = ("precision.", "optimizer.master", "train.gradients")
     return [one for one in found if one.severity == "error" and one.key.startswith(keys)]
 
