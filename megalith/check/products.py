@@ -77,8 +77,9 @@ def formats_can_be_mixed(case: Case) -> Found:
         if (asked := getattr(choices, key)) == value:
             continue
         product, other = next(iter(others.items()))
+        narrow = " and ".join(f'{each} = "narrow"' for each in others)
         reason = f'does not work with precision.{product} = "{other}" in {precision}: it needs all products in one format'
-        yield error(f"precision.{key}", asked, reason, f'Use {key} = {literal(value)}, or {product} = "narrow".')
+        yield error(f"precision.{key}", asked, reason, f"Use {key} = {literal(value)}, or {narrow}.")
 
 
 def experts_gradients_follow_the_plan(case: Case) -> Found:

@@ -101,6 +101,15 @@ def test_a_setting_for_all_numbers_of_a_layer_needs_one_format(setting: str, way
     assert said.way_out == f'Use {way_out}, or forward = "narrow".'
 
 
+def test_each_way_out_of_several_formats_is_one() -> None:
+    asked = ("train.precision=fp8", "precision.kept=fp8", *MODEL)
+    mixed = ("precision.forward=mxfp8", "precision.weight_gradient=mxfp8")
+    (said,) = errors(*asked, *mixed)
+    assert said.way_out == 'Use kept = "wide", or forward = "narrow" and weight_gradient = "narrow".'
+    assert not errors(*asked)
+    assert not errors("train.precision=fp8", *mixed, *MODEL)
+
+
 def test_a_history_needs_one_format_too() -> None:
     asked = ("train.precision=fp8", "precision.granularity=tensor", "precision.history=4", *MODEL)
     assert not errors(*asked)

@@ -23,7 +23,7 @@ from megalith.parallel import parcel
 from megalith.parallel.precision import RECIPES, apply_precision, with_own_narrow
 from megalith.prove.compare import Recording
 from megalith.prove.parity import record, reference, shrink
-from megalith.spec.numbers import PRECISIONS, PrecisionSpec
+from megalith.spec.numbers import PRECISIONS, TRAINED, PrecisionSpec, is_narrow, settled
 from megalith.spec.run import RunSpec
 from megalith.train.measure.aside import buckets_of
 from megalith.train.step import accumulate
@@ -109,6 +109,15 @@ def test_exactly_the_ranks_that_cut_a_tensor_share_its_maximum() -> None:
             cut_inputs = {"inputs": both, "weight": channels, "gradients": tokens}
             assert found["attention.q"] == found["mlp.up"] == cut_outputs, name
             assert found["attention.out"] == found["mlp.down"] == cut_inputs, name
+
+
+@pytest.mark.parametrize("precision", [name for name in TRAINED if is_narrow(name)])
+@pytest.mark.parametrize("asked", [{}, {"rounding": "stochastic", "hadamard": False}], ids=str)
+def test_a_recipe_rounds_and_rotates_as_the_check_believes(precision: str, asked: dict[str, Any]) -> None:
+    choices = PrecisionSpec(**asked)
+    recipe, believed = RECIPES[PRECISIONS[precision].products].of(choices), settled(choices, precision)
+    assert isinstance(recipe, Narrow)
+    assert (recipe.draws, recipe.rotation > 0) == (believed.rounding == "stochastic", believed.hadamard)
 
 
 @pytest.mark.parametrize("named", [{}, {"forward": "fp8"}], ids=str)
